@@ -1,0 +1,84 @@
+"""Errors of the log, one class per choice a caller can make.
+
+    LogError
+    ├── BadUrl              the database URL names no database turnlog can keep a log in
+    ├── SchemaMismatch      the database's schema is older, newer or missing: migrate, or use the right release
+    ├── LogUnavailable      the database cannot be reached or written: retry later
+    ├── EventConflict       the same id was appended before with other content
+    ├── BrokenLink          an event names a parent that is missing or does not fit it
+    ├── UnknownCodec        stored bytes need a newer reader
+    └── MediaUnavailable    the place for media bytes cannot be written
+
+Every message gives the value, the rule it breaks and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class LogError(Exception):
+    """Base of every error that the log raises."""
+
+
+class BadUrl(LogError):
+    """The database URL is not one of a database that turnlog supports."""
+
+    def __init__(self, url: str, why: str) -> None:
+        self.url = url
+        super().__init__(f"database URL {url!r} {why}: use sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME")
+
+
+class SchemaMismatch(LogError):
+    """The database is not at the schema revision that this release knows."""
+
+    def __init__(self, *, found: str | None, expected: str, remedy: str) -> None:
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        shown = "no turnlog schema" if found is None else f"schema revision {found!r}"
+        super().__init__(f"the database has {shown}, this release needs {expected!r}: {remedy}")
+
+
+class LogUnavailable(LogError):
+    """The database did not answer or refused the write for a reason outside the event."""
+
+    def __init__(self, operation: str, cause: str) -> None:
+        self.operation = operation
+        self.cause = cause
+        super().__init__(f"{operation}: the log database is not available ({cause}): check TURNLOG_URL and retry")
+
+
+class EventConflict(LogError):
+    """An id that is already in the log came again with different content."""
+
+    def __init__(self, *, kind: str, event_id: str) -> None:
+        self.kind = kind
+        self.event_id = event_id
+        super().__init__(
+            f"{kind} {event_id} is already in the log with other content: "
+            "events are immutable, append a new event under a new id"
+        )
+
+
+class BrokenLink(LogError):
+    """A call's parent link does not hold: parent missing, other rollout, wrong length or wrong chain hash."""
+
+    def __init__(self, *, call_id: str, parent_id: str, why: str) -> None:
+        self.call_id = call_id
+        self.parent_id = parent_id
+        super().__init__(f"call {call_id} names parent {parent_id}, {why}: append a parent before its children, unchanged")
+
+
+class UnknownCodec(LogError):
+    """A stored array uses a codec that this release cannot read."""
+
+    def __init__(self, codec: int) -> None:
+        self.codec = codec
+        super().__init__(f"stored tokens use codec {codec}, this release reads 0 and 1: upgrade turnlog")
+
+
+class MediaUnavailable(LogError):
+    """The media location cannot be written."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        super().__init__(f"media location {url!r} cannot be written ({cause}): set TURNLOG_MEDIA to a writable place")

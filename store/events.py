@@ -1,0 +1,323 @@
+"""Every kind of event as a frozen model, and the union that reads them back.
+
+Knows what can happen to a rollout; does not know tables, databases, model servers or trainers.
+Law: an event is a fact. It is built once, checked when it is built, and never changed.
+
+Token arrays are raw bytes (int32 little-endian ids, float32 little-endian log-probabilities), so that an event is
+hashable, comparable and says exactly what is stored. `token_array` and `logprob_array` view them as numpy.
+
+A root of 3 prompt tokens that sampled 2:
+
+>>> call = CallCompleted.example()
+>>> call.prompt_len, call.sampled_len, call.delta_len, call.chain_len
+(3, 2, 5, 5)
+>>> token_array(call.token_ids).tolist()
+[1, 2, 3, 4, 5]
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter, model_validator
+
+from store import hashing
+
+RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+"""1 to 128 of letters, digits, `._-` (design §4)."""
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+Microseconds = Annotated[int, Field(ge=0)]
+"""Unix time in microseconds."""
+Count = Annotated[int, Field(ge=0)]
+ReasoningPolicy = Literal["strict", "restore"]
+"""What a missing reasoning block in an echoed answer means: a new root, or go on with the thoughts kept (design §6.4)."""
+
+
+def token_array(raw: bytes) -> npt.NDArray[np.int32]:
+    """View raw token bytes as int32 ids, shape [T]; no copy."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+def logprob_array(raw: bytes) -> npt.NDArray[np.float32]:
+    """View raw log-probability bytes as float32, shape [T]; no copy."""
+    return np.frombuffer(raw, dtype="<f4")
+
+
+def token_bytes(token_ids: npt.ArrayLike) -> bytes:
+    """Token ids as int32 little-endian bytes."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def logprob_bytes(logprobs: npt.ArrayLike) -> bytes:
+    """Log-probabilities as float32 little-endian bytes."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def uuid7(unix_ms: int, random: bytes) -> UUID:
+    """A UUIDv7 (RFC 9562 §5.7) from a time in milliseconds and 10 random bytes: ids of one writer sort by time."""
+    if len(random) != 10:
+        raise ValueError(f"uuid7 needs 10 random bytes, got {len(random)}")
+    value = (unix_ms & (2**48 - 1)) << 80 | int.from_bytes(random, "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return UUID(int=value)
+
+
+def _check_parent(decision: str, parent_id: UUID | None) -> None:
+    if (decision == "root") != (parent_id is None):
+        raise ValueError(f"a {decision} with parent {parent_id}: a root has none, a continuation has one")
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+
+    def digest(self) -> bytes:
+        """Digest of the event's whole content; equal digests mean the same event."""
+        fields = self.model_dump(mode="json", exclude={"token_ids", "logprobs"})
+        kind = str(fields.pop("kind"))
+        arrays = (getattr(self, name) for name in ("token_ids", "logprobs") if hasattr(self, name))
+        return hashing.event_digest(kind, fields, *arrays)
+
+
+class RolloutOpened(_Event):
+    """A rollout was opened, by `POST /rollouts` or by its first call."""
+
+    kind: Literal["rollout_opened"] = "rollout_opened"
+    rollout_id: RolloutId
+    group_id: str | None = None
+    slot: Count | None = None
+    """Place of the rollout within its group."""
+    task: str | None = None
+    harness: str | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    opened_at: Microseconds
+
+
+class CallAdmitted(_Event):
+    """A call passed its decision and is about to be generated: the intent, durable before the first token."""
+
+    kind: Literal["call_admitted"] = "call_admitted"
+    call_id: UUID
+    rollout_id: RolloutId
+    decision: Literal["root", "continuation"]
+    reason: str
+    parent_id: UUID | None
+    worker: str
+    """Stable name of the server process; on its next start it marks its own unfinished intents as lost."""
+    at: Microseconds
+
+    @model_validator(mode="after")
+    def _parent_fits_decision(self) -> Self:
+        _check_parent(self.decision, self.parent_id)
+        return self
+
+
+class PolicySpan(BaseModel):
+    """Half-open range [start, end) of the sampled tokens, and the policy version that sampled it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    start: Count
+    end: Count
+    policy_version: int
+
+
+class ItemTrace(BaseModel):
+    """Digest and author of one canonical item, kept so that the reason of a later root can be told and queried."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+    role: str
+    """`system`, `developer`, `user`, `assistant`, `reasoning`, `tool_call` or `tool_result`."""
+    digest: Digest
+
+
+class CallCompleted(_Event):
+    """A call was generated to its end: what the model saw that its parent had not, and what it sampled.
+
+    Its delta is `prompt_len - prev_len` interstitial tokens, then `sampled_len` sampled ones; the loss mask is these
+    two counts. A root has `prev_len` 0 and its delta is the whole prompt and the generation.
+    """
+
+    kind: Literal["call_completed"] = "call_completed"
+    call_id: UUID
+    rollout_id: RolloutId
+    parent_id: UUID | None
+    root_id: UUID
+    """Own id for a root, else the parent's root."""
+    depth: Count
+    decision: Literal["root", "continuation"]
+    reason: str
+    evidence: dict[str, JsonValue] = Field(default_factory=dict)
+    """For a root: nearest call, index of the first difference, roles, digests. For a continuation: how it was spliced."""
+    candidates: Count
+    """How many earlier calls the summary hash found."""
+    reasoning_policy: ReasoningPolicy
+    summary_hash: Digest
+    request_hash: Digest
+    answer_key: Digest
+    render_hash: Digest
+    tools_digest: Digest
+    """Digest of the effective tools alone, to tell `tools_changed` from `options_changed`."""
+    hash_version: int = hashing.HASH_VERSION
+    reasoning_digest: Digest | None
+    """Digest of the trimmed reasoning that was served; None when the answer had none."""
+    request_items: tuple[ItemTrace, ...]
+    """The request's items from the first one its parent's request does not have; all of them for a root."""
+    answer_items: tuple[ItemTrace, ...]
+    prev_len: Count
+    """Tokens of the parent's whole chain."""
+    prompt_len: Count
+    """Tokens of the prompt that the engine saw."""
+    sampled_len: Count
+    chain_hash: Digest
+    policy_spans: tuple[PolicySpan, ...]
+    finish_reason: str
+    sampling: dict[str, JsonValue] = Field(default_factory=dict)
+    dialect: Literal["chat", "responses", "messages"]
+    model: str
+    response_id: str | None
+    """The id that the harness saw, by which an outcome may name this call."""
+    choice: Count = 0
+    """Index of the choice within its response (`n > 1` gives sibling calls)."""
+    hints: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the harness says about the call's role; never part of a verdict."""
+    media_count: Count = 0
+    """Images, audio and video in the prompt. Rows refuse calls whose media the log does not hold."""
+    writer_id: UUID
+    writer_seq: Count
+    """The writer's own count: a hole in it shows a lost event."""
+    started_at: Microseconds
+    completed_at: Microseconds
+    token_ids: bytes
+    """int32 little-endian, [prompt_len - prev_len + sampled_len]"""
+    logprobs: bytes
+    """float32 little-endian, [sampled_len], natural log of the probability under which each token was sampled"""
+
+    @property
+    def delta_len(self) -> int:
+        """Tokens that this call adds to its parent's chain."""
+        return self.prompt_len - self.prev_len + self.sampled_len
+
+    @property
+    def chain_len(self) -> int:
+        """Tokens from the root's first to this call's last; a child's `prev_len`."""
+        return self.prompt_len + self.sampled_len
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_parent(self.decision, self.parent_id)
+        if (self.parent_id is None) != (self.depth == 0) or (self.parent_id is None) != (self.root_id == self.call_id):
+            raise ValueError("a root has depth 0 and is its own root; a continuation has neither")
+        if self.prev_len > self.prompt_len or (self.parent_id is None) != (self.prev_len == 0):
+            raise ValueError(f"prev_len {self.prev_len} does not fit prompt_len {self.prompt_len} of a {self.decision}")
+        if len(self.token_ids) != 4 * self.delta_len:
+            raise ValueError(f"token_ids hold {len(self.token_ids) // 4} tokens, the lengths say {self.delta_len}")
+        if len(self.logprobs) != 4 * self.sampled_len:
+            raise ValueError(f"logprobs hold {len(self.logprobs) // 4} values for {self.sampled_len} sampled tokens")
+        if not np.isfinite(logprob_array(self.logprobs)).all():
+            raise ValueError("every sampled token needs a finite log-probability")
+        edges = [0, *(span.end for span in self.policy_spans)]
+        starts = [span.start for span in self.policy_spans]
+        if starts != edges[:-1] or edges[-1] != self.sampled_len:
+            raise ValueError(f"policy spans {starts} to {edges[1:]} do not cover {self.sampled_len} sampled tokens in order")
+        return self
+
+    @classmethod
+    def example(cls) -> CallCompleted:
+        """A small root, for documentation and tests."""
+        call_id = uuid7(0, bytes(10))
+        tokens = token_bytes([1, 2, 3, 4, 5])
+        start = hashing.render_hash({"model": "example"})
+        answer = hashing.answer_key(b"[]")
+        return cls(
+            call_id=call_id,
+            rollout_id="example",
+            parent_id=None,
+            root_id=call_id,
+            depth=0,
+            decision="root",
+            reason="first_call",
+            candidates=0,
+            reasoning_policy="strict",
+            summary_hash=hashing.summary_hash(start, answer),
+            request_hash=start,
+            answer_key=answer,
+            render_hash=start,
+            tools_digest=start,
+            reasoning_digest=None,
+            request_items=(),
+            answer_items=(),
+            prev_len=0,
+            prompt_len=3,
+            sampled_len=2,
+            chain_hash=hashing.chain_hash(None, tokens),
+            policy_spans=(PolicySpan(start=0, end=2, policy_version=0),),
+            finish_reason="stop",
+            dialect="chat",
+            model="example",
+            response_id=None,
+            writer_id=uuid7(0, bytes(10)),
+            writer_seq=0,
+            started_at=0,
+            completed_at=1,
+            token_ids=tokens,
+            logprobs=logprob_bytes([-0.5, -0.25]),
+        )
+
+
+class CallEnded(_Event):
+    """A call ended without an answer: failed, refused, abandoned by its client, or lost with its worker.
+
+    The tokens sampled until then are kept, and never selected for training by default.
+    """
+
+    kind: Literal["call_ended"] = "call_ended"
+    call_id: UUID
+    rollout_id: RolloutId
+    state: Literal["failed", "refused", "abandoned", "lost"]
+    reason: str
+    at: Microseconds
+    token_ids: bytes = b""
+    """Sampled tokens only: int32 little-endian, [n]"""
+    logprobs: bytes = b""
+    """float32 little-endian, [n]"""
+
+
+class RolloutScored(_Event):
+    """A rollout got its outcome; several are allowed, the latest counts."""
+
+    kind: Literal["rollout_scored"] = "rollout_scored"
+    outcome_id: UUID
+    rollout_id: RolloutId
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    status: str = "completed"
+    accepted: tuple[str, ...] | None = None
+    """Call or response ids the harness accepted; None when it does not say."""
+    output: JsonValue = None
+    """The harness's ordinary output, for the `output` selection rule."""
+    declared_rewrites: tuple[JsonValue, ...] = ()
+    at: Microseconds
+
+
+class RowTrained(_Event):
+    """A row entered a training step."""
+
+    kind: Literal["row_trained"] = "row_trained"
+    run: str
+    step: Count
+    row_id: str
+    rollout_id: RolloutId
+    tip_call_id: UUID
+    selection: str
+    selection_version: int
+    advantage: Annotated[float, Field(allow_inf_nan=False)]
+    trainer_policy_version: int
+    at: Microseconds
+
+
+Event = RolloutOpened | CallAdmitted | CallCompleted | CallEnded | RolloutScored | RowTrained
+AnyEvent: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+"""Reads an event back from its fields; an unknown kind fails by name."""
+
