@@ -50,22 +50,20 @@ class LogUnavailable(LogError):
 class EventConflict(LogError):
     """An id that is already in the log came again with different content."""
 
-    def __init__(self, *, kind: str, event_id: str) -> None:
+    def __init__(self, *, kind: str, event_id: str, why: str = "is already in the log with other content") -> None:
         self.kind = kind
         self.event_id = event_id
-        super().__init__(
-            f"{kind} {event_id} is already in the log with other content: "
-            "events are immutable, append a new event under a new id"
-        )
+        super().__init__(f"{kind} {event_id} {why}: events are immutable, append a new event under a new id")
 
 
 class BrokenLink(LogError):
-    """A call's parent link does not hold: parent missing, other rollout, wrong length or wrong chain hash."""
+    """A call does not extend its parent: parent missing, other rollout, wrong length or wrong hash."""
 
-    def __init__(self, *, call_id: str, parent_id: str, why: str) -> None:
+    def __init__(self, *, call_id: str, parent_id: str | None, why: str) -> None:
         self.call_id = call_id
         self.parent_id = parent_id
-        super().__init__(f"call {call_id} names parent {parent_id}, {why}: append a parent before its children, unchanged")
+        subject = f"root call {call_id}" if parent_id is None else f"call {call_id} names parent {parent_id}, which"
+        super().__init__(f"{subject} {why}: append a parent before its children, and every call as it was computed")
 
 
 class UnknownCodec(LogError):

@@ -17,21 +17,60 @@ A root of 3 prompt tokens that sampled 2:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    TypeAdapter,
+    model_validator,
+)
 
 from store import hashing
+
+_T = TypeVar("_T", bound=JsonValue)
+_LARGEST = 2**63 - 1
+
+
+def _storable_text(text: str) -> str:
+    """Refuse what one of the databases could not give back: NUL, and halves of surrogate pairs."""
+    if "\0" in text:
+        raise ValueError("text holds a NUL character, which the log cannot store")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("text holds half a surrogate pair, which the log cannot store") from error
+    return text
+
+
+def _storable_json(value: _T) -> _T:
+    hashing.canonical_json(value)  # raises ValueError for NaN and Infinity
+    return value
+
+
+def _positive_zero(value: float) -> float:
+    return value + 0.0  # SQLite gives -0.0 back as 0.0
+
 
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 """1 to 128 of letters, digits, `._-` (design §4)."""
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
-Microseconds = Annotated[int, Field(ge=0)]
+Microseconds = Annotated[int, Field(ge=0, le=_LARGEST)]
 """Unix time in microseconds."""
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Version = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
+"""An integer that orders policies or rules."""
+Real = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_positive_zero)]
+Text = Annotated[str, AfterValidator(_storable_text)]
+Json = Annotated[JsonValue, AfterValidator(_storable_json)]
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable_json)]
 ReasoningPolicy = Literal["strict", "restore"]
 """What a missing reasoning block in an echoed answer means: a new root, or go on with the thoughts kept (design §6.4)."""
 
@@ -87,13 +126,19 @@ class RolloutOpened(_Event):
 
     kind: Literal["rollout_opened"] = "rollout_opened"
     rollout_id: RolloutId
-    group_id: str | None = None
+    group_id: Text | None = None
     slot: Count | None = None
     """Place of the rollout within its group."""
-    task: str | None = None
-    harness: str | None = None
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    task: Text | None = None
+    harness: Text | None = None
+    metadata: JsonObject = Field(default_factory=dict)
     opened_at: Microseconds
+
+    @property
+    def implicit(self) -> bool:
+        """Whether it says nothing but that the rollout exists, as its first call does: never in conflict with another."""
+        said = (self.group_id, self.slot, self.task, self.harness)
+        return said == (None, None, None, None) and not self.metadata
 
 
 class CallAdmitted(_Event):
@@ -103,9 +148,9 @@ class CallAdmitted(_Event):
     call_id: UUID
     rollout_id: RolloutId
     decision: Literal["root", "continuation"]
-    reason: str
+    reason: Text
     parent_id: UUID | None
-    worker: str
+    worker: Text
     """Stable name of the server process; on its next start it marks its own unfinished intents as lost."""
     at: Microseconds
 
@@ -121,14 +166,14 @@ class PolicySpan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     start: Count
     end: Count
-    policy_version: int
+    policy_version: Version
 
 
 class ItemTrace(BaseModel):
     """Digest and author of one canonical item, kept so that the reason of a later root can be told and queried."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
-    role: str
+    role: Text
     """`system`, `developer`, `user`, `assistant`, `reasoning`, `tool_call` or `tool_result`."""
     digest: Digest
 
@@ -148,8 +193,8 @@ class CallCompleted(_Event):
     """Own id for a root, else the parent's root."""
     depth: Count
     decision: Literal["root", "continuation"]
-    reason: str
-    evidence: dict[str, JsonValue] = Field(default_factory=dict)
+    reason: Text
+    evidence: JsonObject = Field(default_factory=dict)
     """For a root: nearest call, index of the first difference, roles, digests. For a continuation: how it was spliced."""
     candidates: Count
     """How many earlier calls the summary hash found."""
@@ -160,7 +205,7 @@ class CallCompleted(_Event):
     render_hash: Digest
     tools_digest: Digest
     """Digest of the effective tools alone, to tell `tools_changed` from `options_changed`."""
-    hash_version: int = hashing.HASH_VERSION
+    hash_version: Count = hashing.HASH_VERSION
     reasoning_digest: Digest | None
     """Digest of the trimmed reasoning that was served; None when the answer had none."""
     request_items: tuple[ItemTrace, ...]
@@ -173,15 +218,15 @@ class CallCompleted(_Event):
     sampled_len: Count
     chain_hash: Digest
     policy_spans: tuple[PolicySpan, ...]
-    finish_reason: str
-    sampling: dict[str, JsonValue] = Field(default_factory=dict)
+    finish_reason: Text
+    sampling: JsonObject = Field(default_factory=dict)
     dialect: Literal["chat", "responses", "messages"]
-    model: str
-    response_id: str | None
+    model: Text
+    response_id: Text | None
     """The id that the harness saw, by which an outcome may name this call."""
     choice: Count = 0
     """Index of the choice within its response (`n > 1` gives sibling calls)."""
-    hints: dict[str, JsonValue] = Field(default_factory=dict)
+    hints: JsonObject = Field(default_factory=dict)
     """What the harness says about the call's role; never part of a verdict."""
     media_count: Count = 0
     """Images, audio and video in the prompt. Rows refuse calls whose media the log does not hold."""
@@ -277,7 +322,7 @@ class CallEnded(_Event):
     call_id: UUID
     rollout_id: RolloutId
     state: Literal["failed", "refused", "abandoned", "lost"]
-    reason: str
+    reason: Text
     at: Microseconds
     token_ids: bytes = b""
     """Sampled tokens only: int32 little-endian, [n]"""
@@ -291,13 +336,13 @@ class RolloutScored(_Event):
     kind: Literal["rollout_scored"] = "rollout_scored"
     outcome_id: UUID
     rollout_id: RolloutId
-    reward: Annotated[float, Field(allow_inf_nan=False)]
-    status: str = "completed"
-    accepted: tuple[str, ...] | None = None
+    reward: Real
+    status: Text = "completed"
+    accepted: tuple[Text, ...] | None = None
     """Call or response ids the harness accepted; None when it does not say."""
-    output: JsonValue = None
+    output: Json = None
     """The harness's ordinary output, for the `output` selection rule."""
-    declared_rewrites: tuple[JsonValue, ...] = ()
+    declared_rewrites: tuple[Json, ...] = ()
     at: Microseconds
 
 
@@ -305,15 +350,15 @@ class RowTrained(_Event):
     """A row entered a training step."""
 
     kind: Literal["row_trained"] = "row_trained"
-    run: str
+    run: Text
     step: Count
-    row_id: str
+    row_id: Text
     rollout_id: RolloutId
     tip_call_id: UUID
-    selection: str
-    selection_version: int
-    advantage: Annotated[float, Field(allow_inf_nan=False)]
-    trainer_policy_version: int
+    selection: Text
+    selection_version: Version
+    advantage: Real
+    trainer_policy_version: Version
     at: Microseconds
 
 

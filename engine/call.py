@@ -1,0 +1,113 @@
+"""One model call on its way through the server, shared by the gateway that answers it and the worker that runs it.
+
+Knows the call's life (design §8) and which events each step of it owes the log; does not know HTTP, vLLM or SQL. Law:
+an admitted call ends exactly once, as completed, failed, refused or abandoned, whatever is cancelled around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from pydantic import JsonValue
+
+from engine import capture
+from engine.capture import Admission, Generation
+from engine.errors import EngineError, LogDown
+from engine.items import Answer, Item
+from engine.journal import Journal
+from store.events import CallCompleted, Event, RolloutOpened
+
+logger = logging.getLogger("turnlog")
+
+EndState = Literal["failed", "refused", "abandoned"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A captured request; `admission` is set when its decision is made, `ended` when the log was told how it ended."""
+
+    journal: Journal
+    rollout_id: str
+    dialect: str
+    body: Mapping[str, JsonValue]
+    items: tuple[Item, ...]
+    started_at: int
+    admission: Admission | None = None
+    generation: Generation = field(default_factory=Generation)
+    policy_version: int = 0
+    error: EngineError | None = None
+    """What the worker wants answered in place of what the server would say."""
+    ended: bool = False
+
+    @property
+    def choices(self) -> int:
+        """How many answers the request asks for (`n`)."""
+        n = self.body.get("n")
+        return n if isinstance(n, int) and n > 0 else 1
+
+    async def admit(self, admission: Admission) -> None:
+        """Make the intent durable. Raises LogDown."""
+        self.admission = admission
+        try:
+            await self.journal.append([self._opening(), *capture.intents(admission)])
+        except LogDown:
+            self.ended = True  # nothing reached the log, so nothing is owed to it
+            raise
+
+    def refuse(self, admission: Admission, error: EngineError) -> None:
+        """Note that nothing will run, and why; the log is told with the answer."""
+        self.admission = admission
+        self.error = error
+
+    async def complete(self, answers: Sequence[Answer], *, response_id: str | None) -> None:
+        """Make the answered call durable: one event a choice, one transaction. Raises CaptureFailed, LogDown."""
+        admission = self.admission
+        if admission is None:
+            raise capture.CaptureFailed("the server answered without rendering: this path of it cannot be captured")
+        if sorted(answer.index for answer in answers) != list(range(len(admission.call_ids))):
+            raise capture.CaptureFailed(f"{len(admission.call_ids)} choices asked for, {len(answers)} answered")
+        events = [
+            capture.completed(
+                admission,
+                self.generation,
+                answer,
+                response_id=response_id,
+                policy_version=self.policy_version,
+                writer=self.journal.next_writer(),
+                completed_at=self.journal.now(),
+            )
+            for answer in answers
+        ]
+        self.ended = True  # from here on a cancelled caller changes nothing: the commit goes on by itself
+        try:
+            await self.journal.append(events)
+        except EngineError:
+            self.ended = False
+            raise
+        for event in events:
+            self._remember(admission, event)
+
+    def end(self, state: EndState, reason: str) -> None:
+        """Tell the log that the call ended without an answer; never waits, does nothing when it has ended already."""
+        if self.ended or self.admission is None:
+            return
+        self.ended = True
+        events = capture.ended(self.admission, self.generation, state=state, reason=reason, at=self.journal.now())
+        self.journal.append_later([self._opening(), *events])
+        logger.info("rollout %s: call %s %s: %s", self.rollout_id, self.admission.call_ids[0], state, reason)
+
+    def _opening(self) -> Event:
+        return RolloutOpened(rollout_id=self.rollout_id, opened_at=self.started_at)
+
+    def _remember(self, admission: Admission, event: CallCompleted) -> None:
+        sampled = self.generation.choices[event.choice].token_ids
+        self.journal.remember(event.call_id, np.asarray([*admission.prompt_ids, *sampled], dtype=np.int32))
+
+
+CURRENT: ContextVar[Call | None] = ContextVar("turnlog_call", default=None)
+"""The call that the current request is; set by the gateway, read where the server renders and generates."""

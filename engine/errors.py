@@ -1,0 +1,119 @@
+"""Errors of the engine's side, one class per choice a caller can make.
+
+    EngineError             500  base; what we cause ourselves
+    ├── BadRequest          400  the harness sent something that cannot be read: mend the request
+    │   ├── UnknownItem     400  a kind of message, part or call that turnlog does not know by name
+    │   └── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
+    ├── Unauthorized        401  the server asks for a key and got none, or another
+    ├── UnknownRoute        404  the path under a rollout is not served
+    ├── UnknownRollout      404  the rollout was never opened, and this server wants it to be
+    ├── BadRolloutId        422  the id in the URL or header breaks the rule for ids
+    ├── LogDown             503  the log cannot be written: retry later, nothing has run
+    ├── UnreadableAnswer    500  the server's own answer has a shape that turnlog does not know
+    └── EngineMismatch      500  raised at start-up only: this engine's methods or settings do not fit
+
+`status` is the HTTP status, `param` the part of the request that is to blame. Every message gives the value, the rule
+it breaks and the remedy. A dialect turns an error into its own wire shape; it is not known here.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base of every error that the engine's side raises."""
+
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        self.param = param
+        super().__init__(message)
+
+
+class BadRequest(EngineError):
+    """The request cannot be read."""
+
+    status = 400
+
+
+class UnknownItem(BadRequest):
+    """A request holds a kind of item that has no canonical form, so it can neither be compared nor skipped."""
+
+    def __init__(self, kind: str, *, known: str, param: str) -> None:
+        self.kind = kind
+        super().__init__(f"{param} is {kind!r}, which turnlog cannot compare: send {known}", param=param)
+
+
+class PromptTooLong(BadRequest):
+    """The prompt leaves the model no room; the words are those that stock harnesses look for before they compact."""
+
+    def __init__(self, *, limit: int, prompt_tokens: int, output_tokens: int = 0) -> None:
+        self.limit = limit
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        found = (
+            f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the messages, "
+            f"{output_tokens} in the completion). Please reduce the length of the messages or completion."
+            if output_tokens
+            else f"your messages resulted in {prompt_tokens} tokens. Please reduce the length of the messages."
+        )
+        super().__init__(f"This model's maximum context length is {limit} tokens. However, {found}", param="messages")
+
+
+class Unauthorized(EngineError):
+    """The server was started with a key, and the request does not carry it."""
+
+    status = 401
+
+    def __init__(self) -> None:
+        super().__init__("no valid API key: this server was started with one, send `Authorization: Bearer KEY`")
+
+
+class UnknownRoute(EngineError):
+    """A path under a rollout that is not served."""
+
+    status = 404
+
+
+class UnknownRollout(EngineError):
+    """A rollout that was never opened, on a server that opens none by itself."""
+
+    status = 404
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        super().__init__(f"rollout {rollout_id!r} was never opened: open it with POST /rollouts first")
+
+
+class BadRolloutId(EngineError):
+    """A rollout id that breaks the rule for ids."""
+
+    status = 422
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        super().__init__(f"rollout id {rollout_id!r} is not 1 to 128 of letters, digits and ._-: choose another id")
+
+
+class LogDown(EngineError):
+    """The log cannot be written, so no call may run."""
+
+    status = 503
+
+    def __init__(self, cause: str, *, retry_after: int = 5) -> None:
+        self.retry_after = retry_after
+        """Seconds, for the header of that name."""
+        super().__init__(f"the call did not run, its log is down ({cause}): retry in {retry_after} seconds")
+
+
+class UnreadableAnswer(EngineError):
+    """The server answered in a shape that turnlog does not know, so the call cannot be captured."""
+
+
+class EngineMismatch(EngineError):
+    """A method or a setting of the model server does not fit; `subject` names the method or the flag."""
+
+    def __init__(self, subject: str, found: str, *, remedy: str) -> None:
+        self.subject = subject
+        super().__init__(f"{subject} is {found}: {remedy}")

@@ -1,0 +1,303 @@
+"""The front of the server: a rollout from the URL, and an answer held until its event is durable.
+
+Knows ASGI, URLs and the two ways an answer travels (one body, or a stream of events); does not know vLLM, the decision
+or the database. Law: the last byte of an answer leaves after the commit. A plain answer is held whole; a stream flows
+until every choice has finished, and what follows (the finishing chunk, usage, `[DONE]`) is held.
+
+`/rollouts/ID/v1/chat/completions` is served as `/v1/chat/completions` and captured for rollout ID, as is a request to
+`/v1/chat/completions` with the header `x-turnlog-rollout: ID`. `/rollouts/ID/v1/models` is served as `/v1/models`.
+Everything else passes untouched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, cast
+
+from pydantic import JsonValue
+
+from engine.call import CURRENT, Call
+from engine.dialects import chat
+from engine.errors import (
+    BadRequest,
+    BadRolloutId,
+    EngineError,
+    LogDown,
+    UnknownRollout,
+    UnknownRoute,
+    UnreadableAnswer,
+)
+from engine.journal import Journal
+from store import log
+
+Message = MutableMapping[str, Any]  # ASGI's own shape, as are the next three
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+Fields = dict[str, JsonValue]
+
+logger = logging.getLogger("turnlog")
+
+_UNDER_ROLLOUT = re.compile(r"/rollouts/(?P<rollout>[^/]*)(?P<path>/v1/.*)", re.DOTALL)
+_ROLLOUT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_CAPTURED = "/v1/chat/completions"
+_PASSED = frozenset({"/v1/models"})
+
+
+class Gateway:
+    """ASGI middleware around the model server's whole application."""
+
+    def __init__(self, app: App, *, journal: Journal, require_open: bool = False) -> None:
+        self._app = app
+        self._journal = journal
+        self._require_open = require_open
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request; capture it when it belongs to a rollout."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            self._journal.close()
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            rollout_id, path = _route(scope)
+        except EngineError as error:
+            await _answer_error(send, error)
+            return
+        if rollout_id is None:
+            await self._app(scope, receive, send)
+        elif path != _CAPTURED:
+            await self._app(_moved(scope, path), receive, send)
+        else:
+            await self._capture(_moved(scope, path), receive, send, rollout_id)
+
+    async def _capture(self, scope: Message, receive: Receive, send: Send, rollout_id: str) -> None:
+        body = await _read(receive)
+        if body is None:
+            return  # the client left while it was sending
+        try:
+            await self._expect_open(rollout_id)
+            call = self._call(rollout_id, body)
+        except EngineError as error:
+            await _answer_error(send, error)
+            return
+        client = _Client(receive, body)
+        answer = _Answer(send, call)
+        token = CURRENT.set(call)
+        try:
+            await self._app(scope, client.receive, answer.send)
+        except Exception as error:
+            call.end("abandoned" if client.gone else "failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            CURRENT.reset(token)
+            if client.gone:
+                call.end("abandoned", "the client left before its answer was complete")
+            else:
+                call.end("failed", "the server stopped before the answer was complete")
+
+    async def _expect_open(self, rollout_id: str) -> None:
+        if not self._require_open:
+            return
+        if await self._journal.query(lambda connection: log.rollout(connection, rollout_id)) is None:
+            raise UnknownRollout(rollout_id)
+
+    def _call(self, rollout_id: str, body: bytes) -> Call:
+        try:
+            fields = json.loads(body)
+        except ValueError as error:
+            raise BadRequest(f"the request body is not JSON ({error}): send a JSON object") from None
+        if not isinstance(fields, dict):
+            raise BadRequest(f"the request body is a JSON {type(fields).__name__}, not an object: send a JSON object")
+        request = cast(Fields, fields)
+        if request.get("use_beam_search"):
+            raise BadRequest("use_beam_search is true, beams are not sampled: leave it out in a rollout")
+        return Call(
+            journal=self._journal,
+            rollout_id=rollout_id,
+            dialect="chat",
+            body=request,
+            items=chat.request_items(request),
+            started_at=self._journal.now(),
+        )
+
+
+class _Client:
+    """The client's side of a request: its body, read already, then whether it is still there."""
+
+    def __init__(self, receive: Receive, body: bytes) -> None:
+        self._receive = receive
+        self._body: bytes | None = body
+        self.gone = False
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.gone = True
+        return message
+
+
+class _Answer:
+    """The server's side: holds back what would complete the answer until the log has it."""
+
+    def __init__(self, send: Send, call: Call) -> None:
+        self._send = send
+        self._call = call
+        self._start: Message = {}
+        self._held = bytearray()
+        self._stream: chat.StreamedResponse | None = None
+        self._pending = bytearray()
+        self._closed = False
+
+    async def send(self, message: Message) -> None:
+        if self._closed:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            if _is_stream(message):
+                self._stream = chat.StreamedResponse()
+                await self._send(message)
+        elif message["type"] == "http.response.body":
+            last = not message.get("more_body", False)
+            if self._stream is None:
+                self._held += message.get("body", b"")
+                if last:
+                    await self._finish_plain()
+            else:
+                await self._flow(self._stream, message.get("body", b""), last=last)
+        else:
+            await self._send(message)
+
+    async def _finish_plain(self) -> None:
+        self._closed = True
+        call, status, body = self._call, int(self._start["status"]), bytes(self._held)
+        try:
+            if call.error is not None:
+                raise call.error
+            if status >= 400:
+                call.end("refused" if status < 500 else "failed", f"{status}: {_message_of(body)}")
+            else:
+                response = _response_of(body)
+                await call.complete(chat.answers(response), response_id=chat.response_id(response))
+        except EngineError as error:
+            call.end("refused" if error.status < 500 else "failed", str(error))
+            await _answer_error(self._send, error)
+            return
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _flow(self, stream: chat.StreamedResponse, data: bytes, *, last: bool) -> None:
+        self._pending += data
+        while (end := self._pending.find(b"\n\n")) >= 0:
+            event = bytes(self._pending[: end + 2])
+            del self._pending[: end + 2]
+            payload = _data_of(event)
+            if payload == b"[DONE]":
+                self._held += event
+                await self._finish_stream(stream)
+                return
+            if payload:
+                stream.feed(cast(Fields, json.loads(payload)))
+            if stream.completed or stream.failed is not None:
+                self._held += event
+            else:
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        if last:
+            await self._finish_stream(stream)
+
+    async def _finish_stream(self, stream: chat.StreamedResponse) -> None:
+        self._closed = True
+        call = self._call
+        try:
+            if stream.failed is not None:
+                call.end("failed", stream.failed)
+            elif not stream.completed:
+                call.end("failed", "the stream ended before every choice had finished")
+            else:
+                response = stream.response()
+                await call.complete(chat.answers(response), response_id=chat.response_id(response))
+        except EngineError as error:
+            call.end("failed", str(error))
+            self._held[:] = b"data: " + json.dumps(chat.error_body(error)).encode() + b"\n\n"
+        await self._send({"type": "http.response.body", "body": bytes(self._held), "more_body": False})
+
+
+def _route(scope: Message) -> tuple[str | None, str]:
+    """(rollout, path to serve); no rollout for traffic that is not captured. Raises BadRolloutId, UnknownRoute."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    under = _UNDER_ROLLOUT.fullmatch(path)
+    if under is not None:
+        rollout_id, path = under["rollout"], under["path"]
+        if path not in _PASSED and path != _CAPTURED:
+            raise UnknownRoute(f"{path} is not served for a rollout: use {_CAPTURED} or {', '.join(sorted(_PASSED))}")
+    else:
+        named = [value for name, value in scope["headers"] if name == b"x-turnlog-rollout"]
+        if not named or path != _CAPTURED:
+            return None, path
+        rollout_id = named[0].decode("latin-1")
+    if _ROLLOUT_ID.fullmatch(rollout_id) is None:
+        raise BadRolloutId(rollout_id)
+    return rollout_id, path
+
+
+def _moved(scope: Message, path: str) -> Message:
+    served = scope.get("root_path", "") + path
+    return {**scope, "path": served, "raw_path": served.encode()}
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The whole request body; None when the client left before its end."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _is_stream(start: Message) -> bool:
+    kind = next((value for name, value in start["headers"] if name.lower() == b"content-type"), b"")
+    return int(start["status"]) < 400 and kind.startswith(b"text/event-stream")
+
+
+def _data_of(event: bytes) -> bytes:
+    """The data of one server-sent event; empty for a comment or keep-alive."""
+    lines = (line for line in event.splitlines() if line.startswith(b"data:"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+
+
+def _response_of(body: bytes) -> Fields:
+    fields = json.loads(body) if body else None
+    if not isinstance(fields, dict):
+        raise UnreadableAnswer(f"the server answered {body[:80]!r}, which is no chat completion: see the server's log")
+    return cast(Fields, fields)
+
+
+def _message_of(body: bytes) -> str:
+    """The message of an error body, shortened, for the log's reason."""
+    text = body.decode("utf-8", "replace")
+    try:
+        fields = json.loads(text)
+        text = str(fields["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    return text[:500]
+
+
+async def _answer_error(send: Send, error: EngineError) -> None:
+    body = json.dumps(chat.error_body(error)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if isinstance(error, LogDown):
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

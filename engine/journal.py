@@ -1,0 +1,148 @@
+"""The log as the event loop of a model server sees it: nothing here blocks, and nothing is lost when it is busy.
+
+Knows how to look up, append and remember recent chains; does not know requests, vLLM or HTTP. Law: `append` returns
+only after the events are durable. What the database refuses becomes `LogDown`, so that a caller has one thing to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, Engine
+
+from engine.capture import Writer
+from engine.errors import LogDown
+from store import lineage, log
+from store.database import read
+from store.errors import LogError
+from store.events import CallEnded, Event, uuid7
+from store.lineage import KnownCall, TracedCall
+from store.writer import Writer as GroupCommit
+
+logger = logging.getLogger("turnlog")
+
+_T = TypeVar("_T")
+_CACHED_TOKENS = 16_000_000
+"""Tokens of recent chains kept in memory: 64 MB as int32."""
+_IN_FLIGHT = 512
+"""Appends waiting for their commit at once; beyond that, calls wait for their turn."""
+
+
+class Journal:
+    """One worker's way to the log: look-ups in threads, appends through the group-committing writer."""
+
+    def __init__(self, database: Engine, *, worker: str) -> None:
+        self.database = database
+        self.worker = worker
+        self._writer = GroupCommit(database, capacity=2 * _IN_FLIGHT)
+        self._writer_id = self.new_id()
+        self._writer_seq = 0
+        self._turns = asyncio.Semaphore(_IN_FLIGHT)
+        self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
+        self._chain_tokens = 0
+
+    @staticmethod
+    def now() -> int:
+        """Unix time in microseconds."""
+        return time.time_ns() // 1000
+
+    @staticmethod
+    def new_id() -> UUID:
+        """A fresh UUIDv7."""
+        return uuid7(time.time_ns() // 1_000_000, secrets.token_bytes(10))
+
+    def next_writer(self) -> Writer:
+        """Who writes the next completed call; a count is used once, so a hole shows an event that was lost."""
+        self._writer_seq += 1
+        return Writer(writer_id=self._writer_id, writer_seq=self._writer_seq - 1)
+
+    async def look_up(self, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
+        """The rollout's completed calls with one of these summary hashes: one indexed query."""
+        return await self.query(lambda connection: lineage.find_by_summary(connection, rollout_id, keys))
+
+    async def recent(self, rollout_id: str) -> list[TracedCall]:
+        """The rollout's latest calls with their item digests, to tell the reason of a root."""
+        return await self.query(lambda connection: lineage.recent_requests(connection, rollout_id))
+
+    async def chain(self, call_id: UUID) -> npt.NDArray[np.int32]:
+        """[chain_len] all tokens from the call's root to its own last, from memory or by one query."""
+        if (chain := self._chains.get(call_id)) is not None:
+            self._chains.move_to_end(call_id)
+            return chain
+        chain = await self.query(lambda connection: lineage.chain_tokens(connection, call_id))
+        self.remember(call_id, chain)
+        return chain
+
+    def remember(self, call_id: UUID, chain: npt.NDArray[np.int32]) -> None:
+        """Keep a committed call's chain at hand for its continuation."""
+        if call_id in self._chains:
+            return
+        self._chains[call_id] = chain
+        self._chain_tokens += len(chain)
+        while self._chain_tokens > _CACHED_TOKENS and len(self._chains) > 1:
+            _, dropped = self._chains.popitem(last=False)
+            self._chain_tokens -= len(dropped)
+
+    async def append(self, events: Sequence[Event]) -> None:
+        """Append the events in one transaction; returns when they are durable. Raises LogDown."""
+        async with self._turns:
+            try:
+                await asyncio.shield(asyncio.wrap_future(self._submit(events)))
+            except LogError as error:
+                raise LogDown(str(error)) from error
+
+    def append_later(self, events: Sequence[Event]) -> None:
+        """Append without waiting, for a caller that is being cancelled; a failure is logged."""
+        self._submit(events).add_done_callback(_report)
+
+    async def query(self, question: Callable[[Connection], _T]) -> _T:
+        """Answer a question from a consistent snapshot, in a thread. Raises LogDown."""
+
+        def ask() -> _T:
+            with read(self.database) as connection:
+                return question(connection)
+
+        try:
+            return await asyncio.to_thread(ask)
+        except LogError as error:
+            raise LogDown(str(error)) from error
+
+    def mark_lost(self) -> list[CallEnded]:
+        """End the intents that this worker left open when it stopped; returns what was lost. Blocks: for start-up."""
+        with read(self.database) as connection:
+            left = log.pending(connection, worker=self.worker)
+        lost = [
+            CallEnded(
+                call_id=intent.call_id,
+                rollout_id=intent.rollout_id,
+                state="lost",
+                reason=f"worker {self.worker} stopped before the call ended",
+                at=self.now(),
+            )
+            for intent in left
+        ]
+        if lost:
+            self._writer.submit(lost).result()
+        return lost
+
+    def close(self) -> None:
+        """Write what is queued, then stop."""
+        self._writer.close()
+
+    def _submit(self, events: Sequence[Event]) -> Future[None]:
+        return self._writer.submit(events)
+
+
+def _report(done: Future[None]) -> None:
+    if (error := done.exception()) is not None:
+        logger.error("an event could not be appended: %s", error)

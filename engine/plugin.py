@@ -1,0 +1,101 @@
+"""The entry point that vLLM loads, and `install` for whoever builds an engine by hand.
+
+Knows vLLM's plug-in contract (`vllm.endpoint_plugins`) and puts the parts together; holds no rule of its own. Law: a
+server that could not keep the contract does not start: wrong engine, wrong flag, missing or unknown schema, or a place
+for media that cannot be written each stop it with an error that names the remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+
+from engine.errors import EngineMismatch
+from engine.gateway import Gateway
+from engine.journal import Journal
+from engine.rollouts import Service, router
+from engine.settings import Settings
+from engine.worker import Worker
+from store.database import database_url, open_database
+from store.media import open_media
+from store.migrate import require_current
+
+logger = logging.getLogger("turnlog")
+
+
+class Plugin:
+    """vLLM's endpoint plug-in `turnlog`: routes when the application is built, wrappers when its engine is ready."""
+
+    name = "turnlog"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._app: FastAPI | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the rollout API; called by vLLM before the engine exists."""
+        self._app = app
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Wrap the engine and the application; called by vLLM before the first request. Raises what stops the start."""
+        assert self._app is not None, "vLLM attaches routes before it initialises state"
+        settings = Settings.from_environment(os.environ)
+        rank = getattr(engine_client.vllm_config.parallel_config, "_api_process_rank", 0)
+        worker = settings.worker or f"{socket.gethostname()}:{args.port}"
+        keys = args.api_key or [os.environ.get("VLLM_API_KEY")]
+        service = await install(
+            self._app,
+            engine_client,
+            settings,
+            worker=f"{worker}/{rank}" if rank else worker,
+            api_keys=[key for key in keys if key],
+        )
+        state.turnlog = service
+
+
+async def install(
+    app: FastAPI, engine: Any, settings: Settings, *, worker: str, api_keys: Sequence[str] = ()
+) -> Service:
+    """Capture what this engine does for this application, into the log that the settings name.
+
+    `worker` is a stable name: the next start under the same name marks as lost what this one leaves unfinished.
+    """
+    _speak_like_the_server()
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise EngineMismatch("VLLM_USE_RUST_FRONTEND", "set, which bypasses the Python server", remedy="unset it")
+    url = database_url(settings.url)
+    database = open_database(url)
+    require_current(database)
+    open_media(settings.media, url)
+    journal = Journal(database, worker=worker)
+    lost = journal.mark_lost()
+    for end in lost:
+        logger.warning("rollout %s: call %s is lost: %s", end.rollout_id, end.call_id, end.reason)
+    engine_worker = Worker(engine, journal, reasoning=settings.reasoning)
+    for shape, path in (await engine_worker.install()).items():
+        logger.info("splice of %s: %s", shape, path)
+    app.add_middleware(Gateway, journal=journal, require_open=settings.require_open)
+    logger.info(
+        "turnlog writes to %s as worker %s, reasoning %s; %d calls of an earlier run marked lost",
+        database.url.render_as_string(hide_password=True), worker, settings.reasoning, len(lost),
+    )  # fmt: skip
+    return Service(
+        journal=journal,
+        worker=engine_worker,
+        tokens=tuple(hashlib.sha256(key.encode()).digest() for key in api_keys),
+    )
+
+
+def _speak_like_the_server() -> None:
+    """Send our log lines where vLLM's go, unless the operator has configured them."""
+    if not logger.handlers:
+        logger.handlers = logging.getLogger("vllm").handlers
+        logger.setLevel(logging.INFO)

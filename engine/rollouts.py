@@ -1,0 +1,143 @@
+"""The rollout API: open a rollout, score it, look at it, and number the trainer's weights.
+
+Knows HTTP bodies and which events they become; does not know vLLM or how calls are decided. Law: it appends events and
+reads them back; there is no state here to get out of step with the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from sqlalchemy import Connection
+
+from engine.journal import Journal
+from engine.worker import Worker
+from store import log
+from store.errors import EventConflict
+from store.events import RolloutId, RolloutOpened, RolloutScored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes work with; the plug-in puts it on the server's state as `turnlog`."""
+
+    journal: Journal
+    worker: Worker
+    tokens: tuple[bytes, ...]
+    """SHA-256 of the server's API keys; empty when it asks for none."""
+
+
+def service(request: Request) -> Service:
+    """The running service, after the caller has shown an API key if the server asks for one."""
+    found = cast(Service, request.app.state.turnlog)
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    shown = hashlib.sha256(token.encode()).digest() if scheme.lower() == "bearer" else b""
+    if found.tokens and not any([secrets.compare_digest(shown, known) for known in found.tokens]):
+        raise HTTPException(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
+    return found
+
+
+Running = Annotated[Service, Depends(service)]
+router = APIRouter(tags=["turnlog"])
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenRollout(_Body):
+    """Body of `POST /rollouts`; every field may be left out."""
+
+    rollout_id: RolloutId | None = None
+    group_id: str | None = None
+    slot: Annotated[int, Field(ge=0)] | None = None
+    task: str | None = None
+    harness: str | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class Outcome(_Body):
+    """Body of `POST /rollouts/{id}/outcome`."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    status: str = "completed"
+    accepted: list[str] | None = None
+    output: JsonValue = None
+    declared_rewrites: list[JsonValue] = Field(default_factory=list)
+
+
+class PolicyVersion(_Body):
+    """Body of `POST /policy_version`."""
+
+    policy_version: Annotated[int, Field(ge=0)]
+
+
+@router.post("/rollouts", status_code=201)
+async def open_rollout(body: OpenRollout, request: Request, running: Running) -> dict[str, str]:
+    """Open a rollout; its base URL is what the harness is pointed at."""
+    journal = running.journal
+    rollout_id = body.rollout_id or str(journal.new_id())
+    event = RolloutOpened(**body.model_dump(exclude={"rollout_id"}), rollout_id=rollout_id, opened_at=journal.now())
+    known = await journal.query(lambda connection: log.rollout(connection, rollout_id))
+    if known is None:
+        try:
+            await journal.append([event])
+        except EventConflict:
+            known = event
+    if known is not None:
+        raise HTTPException(409, f"rollout {rollout_id!r} is open already: choose another id, or leave it out")
+    return {"rollout_id": rollout_id, "base_url": f"{request.base_url}rollouts/{rollout_id}/v1"}
+
+
+@router.post("/rollouts/{rollout_id}/outcome", status_code=201)
+async def score_rollout(rollout_id: RolloutId, body: Outcome, running: Running) -> dict[str, str]:
+    """Score a rollout. Several outcomes are allowed; the latest counts."""
+    journal = running.journal
+    await _known(journal, rollout_id)
+    event = RolloutScored(outcome_id=journal.new_id(), rollout_id=rollout_id, at=journal.now(), **body.model_dump())
+    await journal.append([event])
+    return {"outcome_id": str(event.outcome_id)}
+
+
+@router.get("/rollouts/{rollout_id}")
+async def show_rollout(rollout_id: RolloutId, running: Running) -> dict[str, JsonValue]:
+    """The rollout's calls with their decisions, and what is pending or ended otherwise."""
+    opened = await _known(running.journal, rollout_id)
+    return await running.journal.query(lambda connection: _state(connection, opened))
+
+
+@router.post("/policy_version")
+async def set_policy_version(body: PolicyVersion, running: Running) -> dict[str, int]:
+    """Number the weights that sample from now on."""
+    await running.worker.set_policy_version(body.policy_version)
+    return {"policy_version": body.policy_version}
+
+
+async def _known(journal: Journal, rollout_id: str) -> RolloutOpened:
+    opened = await journal.query(lambda connection: log.rollout(connection, rollout_id))
+    if opened is None:
+        raise HTTPException(404, f"rollout {rollout_id!r} is not in the log: open it with POST /rollouts")
+    return opened
+
+
+_HEAVY: Any = {"token_ids", "logprobs", "request_items", "answer_items"}
+
+
+def _state(connection: Connection, opened: RolloutOpened) -> dict[str, JsonValue]:
+    rollout_id = opened.rollout_id
+    calls = log.calls(connection, rollout_id)
+    ends = log.ends(connection, rollout_id)
+    finished = {call.call_id for call in calls} | {end.call_id for end in ends}
+    pending = [intent for intent in log.intents(connection, rollout_id) if intent.call_id not in finished]
+    return {
+        "rollout": opened.model_dump(mode="json"),
+        "calls": [call.model_dump(mode="json", exclude=_HEAVY) for call in calls],
+        "ended": [end.model_dump(mode="json", exclude=_HEAVY) for end in ends],
+        "pending": [intent.model_dump(mode="json") for intent in pending],
+        "outcomes": [outcome.model_dump(mode="json") for outcome in log.outcomes(connection, rollout_id)],
+    }

@@ -1,0 +1,43 @@
+"""What an operator sets for the plug-in, read from the environment once, at start-up.
+
+Knows names, defaults and what a value may be; does not know who uses them. `turnlog serve` sets these variables from
+its flags; whoever runs `vllm serve` sets them by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.errors import EngineMismatch
+from store.events import ReasoningPolicy
+
+
+class Settings(BaseModel):
+    """The plug-in's settings.
+
+    >>> Settings.from_environment({"TURNLOG_REASONING": "restore"}).reasoning
+    'restore'
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    url: str | None = Field(default=None, description="TURNLOG_URL: database URL; default sqlite:///turnlog.db")
+    media: str | None = Field(default=None, description="TURNLOG_MEDIA: fsspec URL; default a folder beside the database")
+    reasoning: ReasoningPolicy = Field(default="strict", description="TURNLOG_REASONING: strict or restore")
+    require_open: bool = Field(default=False, description="TURNLOG_REQUIRE_OPEN: refuse rollouts that nobody opened")
+    worker: str | None = Field(default=None, description="TURNLOG_WORKER: stable name of this server; default host:port")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Read `TURNLOG_<NAME>` for each setting; an empty value counts as unset. Raises EngineMismatch."""
+        names = {name: f"TURNLOG_{name.upper()}" for name in cls.model_fields}
+        given = {name: environment[variable] for name, variable in names.items() if environment.get(variable)}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            variable = names[str(first["loc"][0])]
+            remedy = f"{first['msg']}; {cls.model_fields[str(first['loc'][0])].description}"
+            raise EngineMismatch(variable, repr(environment[variable]), remedy=remedy) from None

@@ -1,0 +1,355 @@
+"""The shell around the model server's engine: decides and splices where it renders, captures where it generates.
+
+Knows two methods of one engine instance, `renderer.render_chat_async` and `generate`, and wraps those; patches no vLLM
+class and knows no HTTP. Law: a request that is not a captured call passes through untouched, and a captured one gets
+exactly the answer that stock vLLM would give for the same prompt.
+
+What upstream lacks and this adds: one place to see messages, rendered ids, sampled ids and log-probabilities of every
+API. The prompt that the renderer returns is the object that `generate` receives, so the call travels in it under a
+private key, taken out before the engine sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from pydantic import JsonValue
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.params import ChatParams
+
+from engine import decide
+from engine.call import CURRENT, Call
+from engine.capture import Admission, CaptureFailed, Tokens, spliced
+from engine.decide import Continuation, Root
+from engine.errors import EngineError, EngineMismatch, PromptTooLong
+from engine.journal import Journal
+from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer
+from store import hashing
+from store.events import ReasoningPolicy
+
+logger = logging.getLogger("turnlog")
+
+_CALL = "_turnlog_call"
+_RENDER_PARAMETERS = ("conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache")
+_GENERATE_PARAMETERS = ("prompt", "sampling_params", "request_id")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "n",
+)  # fmt: skip
+_PROBE_TOOLS: list[JsonValue] = [
+    {"type": "function", "function": {"name": "look_up", "description": "probe", "parameters": {"type": "object"}}}
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendering:
+    """One request's way to the template: its parameters, and the hashes of what shapes a prompt besides messages."""
+
+    chat_params: ChatParams
+    tok_params: Any
+    options: Mapping[str, Any]
+    render_hash: bytes
+    tools_digest: bytes
+    suffix_hash: bytes
+    """The render hash without tools: what a proof about suffixes is remembered under."""
+
+    @property
+    def tools(self) -> bool:
+        """Whether the prompt shows tools."""
+        return bool(self.chat_params.chat_template_kwargs.get("tools"))
+
+
+class Worker:
+    """One engine instance with its two methods wrapped."""
+
+    def __init__(self, engine: Any, journal: Journal, *, reasoning: ReasoningPolicy) -> None:
+        """Check that the engine is one that can be captured. Raises EngineMismatch naming what is not."""
+        check(engine)
+        self.policy_version = 0
+        """What tokens count as while the engine's own weight version is not a number."""
+        self._engine = engine
+        self._journal = journal
+        self._reasoning: ReasoningPolicy = reasoning
+        self._told_strict: set[str] = set()
+        self._render_chat = engine.renderer.render_chat_async
+        self._generate = engine.generate
+        tokenizer = engine.renderer.tokenizer
+        self._splicer = Splicer(tokenizer.get_added_vocab().values())
+        # Part of every render hash: a server restarted with another template continues nothing of before.
+        self._template = hashing.tagged_digest("template", str(getattr(tokenizer, "chat_template", None)).encode()).hex()
+
+    async def install(self) -> dict[str, str]:
+        """Wrap the two methods; returns how each usual shape of messages will be spliced, by name."""
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": False})
+        rendering = self._rendering(params, None, {}, model=None)
+        paths = await self._splicer.probe(self._render_of(rendering), options=rendering.suffix_hash)
+        self._engine.renderer.render_chat_async = self._rendered
+        self._engine.generate = self._generated
+        return paths
+
+    async def set_policy_version(self, version: int) -> None:
+        """Number the weights that sample from now on; the engine labels each token with it where it can."""
+        update = getattr(self._engine, "update_weight_version", None)
+        if update is not None:
+            await update(str(version))
+        self.policy_version = version
+
+    async def _rendered(
+        self, conversations: Sequence[list[Any]], chat_params: Any, tok_params: Any = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Stand in for `render_chat_async`."""
+        call = CURRENT.get()
+        if call is None or call.admission is not None or len(conversations) != 1:
+            return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
+        rendering = self._rendering(chat_params, tok_params, options, model=call.body.get("model"))
+        try:
+            decision = await self._decide(call, rendering)
+            if isinstance(decision, Continuation):
+                chain = await self._journal.chain(decision.parent.call_id)
+                suffix = await self._suffix(rendering, conversations[0], chain)
+                if not isinstance(suffix, CannotSplice):
+                    evidence = {"splice": suffix.path, "suffix_len": len(suffix.token_ids), **decision.evidence}
+                    decision = dataclasses.replace(decision, evidence=evidence)
+                    prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
+                    await self._admit(call, rendering, decision, chain, prompt)
+                    return [conversations[0]], [prompt]
+                decision = Root(
+                    reason=f"cannot_splice:{suffix.why}",
+                    evidence={"parent": str(decision.parent.call_id), **decision.evidence},
+                    candidates=decision.candidates,
+                )
+            try:
+                rendered, (prompt,) = await self._render_chat(conversations, chat_params, tok_params, **options)
+            except VLLMValidationError as error:
+                if error.parameter in ("input_tokens", "input_text"):
+                    limit = self._engine.model_config.max_model_len
+                    # The server stops counting one token past its limit.
+                    too_long = PromptTooLong(limit=limit, prompt_tokens=limit + 1, at_least=True)
+                    call.refuse(self._admission(call, rendering, decision, None, []), too_long)
+                raise
+            await self._admit(call, rendering, decision, None, prompt)
+        except EngineError as error:
+            # The gateway answers with it; the server gets an error of its own kind, which it handles without alarm.
+            call.error = error
+            raise VLLMValidationError(str(error)) from error
+        return rendered, [prompt]
+
+    async def _decide(self, call: Call, rendering: _Rendering) -> Root | Continuation:
+        keys = decide.candidate_keys(call.items, rendering.render_hash)
+        found: Root | Continuation
+        if isinstance(keys, Root):
+            found = keys
+        else:
+            hits = await self._journal.look_up(call.rollout_id, [key.summary_hash for key in keys.keys])
+            found = decide.choose(call.items, keys, hits, self._reasoning)
+        if isinstance(found, Continuation):
+            return found
+        if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
+            self._told_strict.add(call.rollout_id)
+            logger.warning(
+                "rollout %s: its harness does not send reasoning back, so each of its calls begins a new row; "
+                "serve with --reasoning restore to continue with the reasoning kept",
+                call.rollout_id,
+            )
+        recent = await self._journal.recent(call.rollout_id)
+        return decide.explain(found, call.items, rendering.render_hash, rendering.tools_digest, recent)
+
+    async def _suffix(self, rendering: _Rendering, conversation: list[Any], chain: Tokens) -> Any:
+        if getattr(rendering.tok_params, "truncate_prompt_tokens", None) is not None:
+            return CannotSplice(why="truncate_prompt_tokens")
+        return await self._splicer.suffix(
+            self._render_of(rendering),
+            [_plain(message) for message in conversation],
+            options=rendering.suffix_hash,
+            tools=rendering.tools,
+            last_token=int(chain[-1]),
+        )
+
+    async def _admit(
+        self, call: Call, rendering: _Rendering, decision: Root | Continuation, chain: Tokens | None, prompt: Any
+    ) -> None:
+        admission = self._admission(call, rendering, decision, chain, list(prompt["prompt_token_ids"]))
+        limit = self._engine.model_config.max_model_len
+        if len(admission.prompt_ids) >= limit:
+            error = PromptTooLong(limit=limit, prompt_tokens=len(admission.prompt_ids))
+            call.refuse(admission, error)
+            raise error
+        call.policy_version = self.policy_version
+        await call.admit(admission)
+        prompt[_CALL] = call
+
+    def _admission(
+        self,
+        call: Call,
+        rendering: _Rendering,
+        decision: Root | Continuation,
+        chain: Tokens | None,
+        prompt_ids: list[int],
+    ) -> Admission:
+        return Admission(
+            rollout_id=call.rollout_id,
+            call_ids=tuple(self._journal.new_id() for _ in range(call.choices)),
+            dialect=call.dialect,
+            model=str(call.body.get("model") or self._engine.model_config.served_model_name),
+            items=call.items,
+            decision=decision,
+            policy=self._reasoning,
+            render_hash=rendering.render_hash,
+            tools_digest=rendering.tools_digest,
+            parent_chain=chain,
+            prompt_ids=prompt_ids,
+            media_count=sum(item.media_count for item in call.items),
+            worker=self._journal.worker,
+            started_at=call.started_at,
+        )
+
+    def _prompt(self, rendering: _Rendering, token_ids: list[int]) -> dict[str, Any]:
+        """The engine's prompt of these ids, as the renderer would have returned it."""
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids, "arrival_time": time.time()}
+        extras = rendering.options.get("prompt_extras") or {}
+        if (salt := extras.get("cache_salt")) is not None:
+            prompt["cache_salt"] = salt
+        return prompt
+
+    def _rendering(
+        self, chat_params: Any, tok_params: Any, options: Mapping[str, Any], *, model: JsonValue
+    ) -> _Rendering:
+        kwargs = {key: value for key, value in chat_params.chat_template_kwargs.items() if key != "tools"}
+        tools = _without_cache_control(chat_params.chat_template_kwargs.get("tools"))
+        shaped: dict[str, JsonValue] = {
+            "model": model or str(self._engine.model_config.served_model_name),
+            "tokenizer_template": self._template,
+            "template": chat_params.chat_template,
+            "content_format": chat_params.chat_template_content_format,
+            "template_kwargs": _plain_json(kwargs),
+            "media": _plain_json(chat_params.media_io_kwargs),
+            "processor": _plain_json(chat_params.mm_processor_kwargs),
+        }
+        return _Rendering(
+            chat_params=chat_params,
+            tok_params=tok_params,
+            options=options,
+            render_hash=hashing.render_hash({**shaped, "tools": tools}),
+            tools_digest=hashing.tagged_digest("tools", hashing.canonical_json(tools)),
+            suffix_hash=hashing.render_hash(shaped),
+        )
+
+    def _render_of(self, rendering: _Rendering) -> Render:
+        """The template and tokenizer under one request's parameters, for the splicer."""
+
+        async def render(messages: Sequence[Message], *, generation_prompt: bool, tools: bool) -> list[int]:
+            kwargs = dict(rendering.chat_params.chat_template_kwargs)
+            if not generation_prompt:
+                kwargs["add_generation_prompt"] = False
+            if not tools:
+                kwargs["tools"] = None
+            params = dataclasses.replace(rendering.chat_params, chat_template_kwargs=kwargs)
+            copies = [_plain(message) for message in messages]
+            try:
+                _, (prompt,) = await self._render_chat([copies], params, rendering.tok_params, **rendering.options)
+            except Exception as error:  # templates raise what they like
+                raise CannotRender(f"{type(error).__name__}: {error}") from error
+            return list(prompt["prompt_token_ids"])
+
+        return render
+
+    def _generated(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        """Stand in for `generate`."""
+        call = prompt.pop(_CALL, None) if isinstance(prompt, dict) else None
+        if call is None:
+            return self._generate(prompt, sampling_params, request_id, **options)
+        if sampling_params.logprobs is None:
+            # The sampled token's alone. The server shows log-probabilities only to a client that asked for them.
+            sampling_params.logprobs = 0
+        return self._captured(call, prompt, sampling_params, request_id, options)
+
+    async def _captured(
+        self, call: Call, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        assert call.admission is not None
+        sampling = {name: _plain_json(getattr(sampling_params, name, None)) for name in _SAMPLING}
+        call.admission = dataclasses.replace(call.admission, sampling=sampling)
+        delta = "DELTA" in str(sampling_params.output_kind)
+        # aclosing, so that a client that leaves still aborts the request in the engine.
+        async with aclosing(self._generate(prompt, sampling_params, request_id, **options)) as outputs:
+            async for output in outputs:
+                _collect(call, output, delta=delta)
+                yield output
+
+
+def check(engine: Any) -> None:
+    """Refuse an engine that could not be captured truly. Raises EngineMismatch naming the method or the flag."""
+    for name, method, expected in (
+        ("engine.renderer.render_chat_async", engine.renderer.render_chat_async, _RENDER_PARAMETERS),
+        ("engine.generate", engine.generate, _GENERATE_PARAMETERS),
+    ):
+        found = tuple(inspect.signature(method).parameters)
+        if found[: len(expected)] != expected:
+            raise EngineMismatch(
+                name, f"a method of {found}", remedy=f"turnlog wraps one of {expected}, use vllm>=0.28"
+            )
+    mode = engine.model_config.logprobs_mode
+    if mode != "processed_logprobs":
+        raise EngineMismatch(
+            "logprobs_mode",
+            f"{mode!r}, which is not what tokens are sampled from",
+            remedy="start the server with --logprobs-mode processed_logprobs",
+        )
+    if engine.renderer.tokenizer is None:
+        raise EngineMismatch("the tokenizer", "missing", remedy="start the server without --skip-tokenizer-init")
+
+
+def _collect(call: Call, output: Any, *, delta: bool) -> None:
+    """Add one engine output to the call's generation."""
+    if output.prompt_token_ids is not None:
+        call.generation.prompt_ids = output.prompt_token_ids
+    for choice in output.outputs:
+        sampled = call.generation.choice(choice.index)
+        if choice.logprobs is None and choice.token_ids:
+            raise CaptureFailed("the engine gave no log-probabilities although they were asked for")
+        if not delta:
+            sampled.token_ids.clear()
+            sampled.logprobs.clear()
+        token_ids = list(choice.token_ids)
+        logprobs = choice.logprobs or ()
+        sampled.extend(token_ids, [step[token].logprob for token, step in zip(token_ids, logprobs, strict=True)])
+        sampled.finish_reason = choice.finish_reason or sampled.finish_reason
+        if versions := getattr(choice, "weight_versions", None):
+            sampled.versions = tuple((span.version, span.start, span.end) for span in versions)
+
+
+def _plain(value: Any) -> Any:
+    """A message as plain dicts and lists: the server's lazy iterators can be read only once."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, str | bytes | int | float) or value is None:
+        return value
+    if hasattr(value, "model_dump"):
+        return value.model_dump(exclude_none=True)
+    return [_plain(inner) for inner in value]
+
+
+def _plain_json(value: Any) -> JsonValue:
+    """An option as JSON; what JSON cannot hold by its name, which is all that a hash of it needs."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain_json(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _without_cache_control(tools: Any) -> JsonValue:
+    """The tools as the template sees them; `cache_control` is a note to a cache and shapes no prompt."""
+    if isinstance(tools, Mapping):
+        return {key: _without_cache_control(value) for key, value in tools.items() if key != "cache_control"}
+    if isinstance(tools, list | tuple):
+        return [_without_cache_control(tool) for tool in tools]
+    return _plain_json(tools)

@@ -1,0 +1,256 @@
+-- The tables of events and their guards, for PostgreSQL 13 or newer.
+-- Guards: no UPDATE, DELETE or TRUNCATE on an event, enabled ALWAYS, for the owner and for a superuser whose
+-- session_replication_role is replica. txid with sequence is the cursor that follows the log and misses no late commit.
+
+create table rollout (
+  sequence bigint generated always as identity,
+  rollout_id text not null,
+  group_id text,
+  slot bigint,
+  task text,
+  harness text,
+  metadata text not null,
+  opened_at bigint not null,
+  digest bytea not null,
+  constraint rollout_pkey primary key (sequence),
+  constraint rollout_id_key unique (rollout_id),
+  constraint rollout_sequence check (sequence > 0),
+  constraint rollout_digest check (length(digest) = 32),
+  constraint rollout_rollout_id check (length(rollout_id) between 1 and 128)
+);
+create index rollout_group on rollout (group_id);
+
+create table call_intent (
+  sequence bigint generated always as identity,
+  call_id uuid not null,
+  rollout_id text not null,
+  decision text not null,
+  reason text not null,
+  parent_id uuid,
+  worker text not null,
+  at bigint not null,
+  digest bytea not null,
+  constraint call_intent_pkey primary key (sequence),
+  constraint call_intent_id_key unique (call_id),
+  constraint call_intent_sequence check (sequence > 0),
+  constraint call_intent_digest check (length(digest) = 32),
+  constraint call_intent_decision check (decision in ('root', 'continuation')),
+  constraint call_intent_parent check ((parent_id is null) = (decision = 'root'))
+);
+create index call_intent_rollout on call_intent (rollout_id, sequence);
+
+create table model_call (
+  sequence bigint generated always as identity,
+  txid xid8 not null default pg_current_xact_id(),
+  call_id uuid not null,
+  rollout_id text not null,
+  parent_id uuid,
+  root_id uuid not null,
+  depth bigint not null,
+  decision text not null,
+  reason text not null,
+  candidates bigint not null,
+  reasoning_policy text not null,
+  summary_hash bytea not null,
+  request_hash bytea not null,
+  answer_key bytea not null,
+  render_hash bytea not null,
+  tools_digest bytea not null,
+  hash_version bigint not null,
+  reasoning_digest bytea,
+  prev_len bigint not null,
+  prompt_len bigint not null,
+  sampled_len bigint not null,
+  chain_hash bytea not null,
+  policy_spans text not null,
+  finish_reason text not null,
+  dialect text not null,
+  model text not null,
+  response_id text,
+  choice bigint not null,
+  media_count bigint not null,
+  writer_id uuid not null,
+  writer_seq bigint not null,
+  started_at bigint not null,
+  completed_at bigint not null,
+  digest bytea not null,
+  evidence text not null,
+  sampling text not null,
+  hints text not null,
+  request_roles text not null,
+  request_digests bytea not null,
+  answer_roles text not null,
+  answer_digests bytea not null,
+  codec smallint not null,
+  token_ids bytea not null,
+  logprobs bytea not null,
+  constraint model_call_pkey primary key (sequence),
+  constraint model_call_id_key unique (call_id),
+  constraint model_call_writer_key unique (writer_id, writer_seq),
+  constraint model_call_sequence check (sequence > 0),
+  constraint model_call_digests check (
+    length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32
+    and length(render_hash) = 32 and length(tools_digest) = 32 and length(chain_hash) = 32
+    and (reasoning_digest is null or length(reasoning_digest) = 32)
+  ),
+  constraint model_call_decision check (decision in ('root', 'continuation')),
+  constraint model_call_parent check (
+    (parent_id is null) = (decision = 'root') and (parent_id is null) = (depth = 0)
+    and (parent_id is null) = (root_id = call_id) and (parent_id is null) = (prev_len = 0)
+  ),
+  constraint model_call_counts check (
+    depth >= 0 and prev_len >= 0 and prompt_len >= prev_len and sampled_len >= 0 and writer_seq >= 0
+  ),
+  constraint model_call_arrays check (
+    length(logprobs) = 4 * sampled_len
+    and (codec <> 0 or length(token_ids) = 4 * (prompt_len - prev_len + sampled_len))
+  ),
+  constraint model_call_items check (length(request_digests) % 32 = 0 and length(answer_digests) % 32 = 0)
+);
+create index model_call_rollout on model_call (rollout_id, sequence);
+create index model_call_summary on model_call (rollout_id, summary_hash);
+create index model_call_parent on model_call (parent_id);
+create index model_call_tail on model_call (txid, sequence);
+create index model_call_root on model_call (root_id, depth);
+
+create table call_end (
+  sequence bigint generated always as identity,
+  call_id uuid not null,
+  rollout_id text not null,
+  state text not null,
+  reason text not null,
+  at bigint not null,
+  digest bytea not null,
+  codec smallint not null,
+  token_ids bytea not null,
+  logprobs bytea not null,
+  constraint call_end_pkey primary key (sequence),
+  constraint call_end_id_key unique (call_id),
+  constraint call_end_sequence check (sequence > 0),
+  constraint call_end_digest check (length(digest) = 32),
+  constraint call_end_state check (state in ('failed', 'refused', 'abandoned', 'lost'))
+);
+create index call_end_rollout on call_end (rollout_id, sequence);
+
+create table rollout_outcome (
+  sequence bigint generated always as identity,
+  outcome_id uuid not null,
+  rollout_id text not null,
+  reward double precision not null,
+  status text not null,
+  accepted text,
+  output text,
+  declared_rewrites text not null,
+  at bigint not null,
+  digest bytea not null,
+  constraint rollout_outcome_pkey primary key (sequence),
+  constraint rollout_outcome_id_key unique (outcome_id),
+  constraint rollout_outcome_sequence check (sequence > 0),
+  constraint rollout_outcome_digest check (length(digest) = 32)
+);
+create index rollout_outcome_rollout on rollout_outcome (rollout_id, sequence);
+
+create table trained_row (
+  sequence bigint generated always as identity,
+  run text not null,
+  step bigint not null,
+  row_id text not null,
+  rollout_id text not null,
+  tip_call_id uuid not null,
+  selection text not null,
+  selection_version bigint not null,
+  advantage double precision not null,
+  trainer_policy_version bigint not null,
+  at bigint not null,
+  digest bytea not null,
+  constraint trained_row_pkey primary key (sequence),
+  constraint trained_row_id_key unique (run, step, row_id),
+  constraint trained_row_sequence check (sequence > 0),
+  constraint trained_row_digest check (length(digest) = 32)
+);
+create index trained_row_rollout on trained_row (rollout_id, sequence);
+
+-- Token bytes are compressed by their writer.
+alter table model_call
+  alter column token_ids set storage external,
+  alter column logprobs set storage external;
+alter table call_end
+  alter column token_ids set storage external,
+  alter column logprobs set storage external;
+
+create function refuse_change() returns trigger language plpgsql as $$
+begin
+  raise exception '% is append-only: events are never changed or deleted (% refused), append a new event',
+    tg_table_name, tg_op using errcode = 'integrity_constraint_violation';
+end
+$$;
+
+create trigger rollout_no_change before update or delete on rollout
+  for each row execute function refuse_change();
+create trigger rollout_no_truncate before truncate on rollout
+  for each statement execute function refuse_change();
+alter table rollout enable always trigger rollout_no_change;
+alter table rollout enable always trigger rollout_no_truncate;
+
+create trigger call_intent_no_change before update or delete on call_intent
+  for each row execute function refuse_change();
+create trigger call_intent_no_truncate before truncate on call_intent
+  for each statement execute function refuse_change();
+alter table call_intent enable always trigger call_intent_no_change;
+alter table call_intent enable always trigger call_intent_no_truncate;
+
+create trigger model_call_no_change before update or delete on model_call
+  for each row execute function refuse_change();
+create trigger model_call_no_truncate before truncate on model_call
+  for each statement execute function refuse_change();
+alter table model_call enable always trigger model_call_no_change;
+alter table model_call enable always trigger model_call_no_truncate;
+
+create trigger call_end_no_change before update or delete on call_end
+  for each row execute function refuse_change();
+create trigger call_end_no_truncate before truncate on call_end
+  for each statement execute function refuse_change();
+alter table call_end enable always trigger call_end_no_change;
+alter table call_end enable always trigger call_end_no_truncate;
+
+create trigger rollout_outcome_no_change before update or delete on rollout_outcome
+  for each row execute function refuse_change();
+create trigger rollout_outcome_no_truncate before truncate on rollout_outcome
+  for each statement execute function refuse_change();
+alter table rollout_outcome enable always trigger rollout_outcome_no_change;
+alter table rollout_outcome enable always trigger rollout_outcome_no_truncate;
+
+create trigger trained_row_no_change before update or delete on trained_row
+  for each row execute function refuse_change();
+create trigger trained_row_no_truncate before truncate on trained_row
+  for each statement execute function refuse_change();
+alter table trained_row enable always trigger trained_row_no_change;
+alter table trained_row enable always trigger trained_row_no_truncate;
+
+-- A call ends once: completed or otherwise. Ends wait for the completions in flight, so that neither overlooks the other;
+-- completions do not wait for one another.
+create function refuse_second_end() returns trigger language plpgsql as $$
+begin
+  if tg_table_name = 'model_call' then
+    perform pg_advisory_xact_lock_shared(hashtext('turnlog'), hashtext('call_end'));
+    if exists (select 1 from call_end where call_id = new.call_id) then
+      raise exception 'call % has already ended without an answer', new.call_id
+        using errcode = 'integrity_constraint_violation';
+    end if;
+  else
+    perform pg_advisory_xact_lock(hashtext('turnlog'), hashtext('call_end'));
+    if exists (select 1 from model_call where call_id = new.call_id) then
+      raise exception 'call % is already completed', new.call_id
+        using errcode = 'integrity_constraint_violation';
+    end if;
+  end if;
+  return new;
+end
+$$;
+
+create trigger model_call_not_ended before insert on model_call
+  for each row execute function refuse_second_end();
+create trigger call_end_not_completed before insert on call_end
+  for each row execute function refuse_second_end();
+alter table model_call enable always trigger model_call_not_ended;
+alter table call_end enable always trigger call_end_not_completed;

@@ -1,0 +1,75 @@
+"""Errors of the replay engine, one class per choice a caller can make.
+
+    ReplayError
+    ├── UnknownQuery        no .sql file of that name is shipped
+    ├── UnknownRule         no selection rule of that name and version
+    ├── UnknownRollout      a filter names a rollout that the log does not hold
+    ├── PositionAhead       the log has not reached the position asked for
+    ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
+    └── TrainerSetup        the trainer is configured so that a step would not be what turnlog promises
+
+What is wrong with recorded data is not an error but a counted `replay.chain.Refusal`: the other rollouts go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ReplayError(Exception):
+    """Base of every error that replay raises."""
+
+
+class UnknownQuery(ReplayError):
+    """No shipped query has this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        super().__init__(f"no query is named {name!r}: use one of {', '.join(sorted(known))}")
+
+
+class UnknownRule(ReplayError):
+    """No selection rule has this name and version."""
+
+    def __init__(self, rule: str, version: int, known: Iterable[str]) -> None:
+        self.rule = rule
+        self.version = version
+        super().__init__(f"no selection rule is named {rule!r} version {version}: use one of {', '.join(sorted(known))}")
+
+
+class UnknownRollout(ReplayError):
+    """A filter names a rollout that is not in the log at this position."""
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        super().__init__(
+            f"rollout {rollout_id!r} is not in the log at this position: check its spelling and TURNLOG_URL"
+        )
+
+
+class PositionAhead(ReplayError):
+    """Rows were asked for as of a position that the log has not reached."""
+
+    def __init__(self, *, asked: str, reached: str) -> None:
+        self.asked = asked
+        self.reached = reached
+        super().__init__(
+            f"rows as of {asked}, but the log has reached {reached}: ask for a position it has, or read the right log"
+        )
+
+
+class PlanMismatch(ReplayError):
+    """Two values that must come from the same rows do not."""
+
+    def __init__(self, what: str, why: str) -> None:
+        self.what = what
+        super().__init__(f"{what} {why}: build plan, packs and advantages from the same rows")
+
+
+class TrainerSetup(ReplayError):
+    """The trainer's configuration breaks a promise of the training step."""
+
+    def __init__(self, setting: str, found: object, remedy: str) -> None:
+        self.setting = setting
+        self.found = found
+        super().__init__(f"{setting} is {found!r}: {remedy}")

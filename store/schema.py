@@ -1,0 +1,306 @@
+"""The tables of the log, as SQLAlchemy Core declares them: one row is one event.
+
+Knows columns, keys and checks on both databases; does not know how rows are written, read or migrated, and holds no
+triggers (they live in `migrations/`, their names in `guards`). Law: a column is an event's field under its own name, so
+that a row reads back as the event it was; what the log adds is `sequence`, the place in its order, and `digest`.
+
+Ids are 16 bytes on SQLite and `uuid` on PostgreSQL, digests are bytes, JSON is text that holds canonical JSON, so that
+both databases keep the same bytes. Times are Unix microseconds. The heavy columns come last.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import UUID
+
+from pydantic import JsonValue
+from sqlalchemy import (
+    REAL,
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Dialect,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    func,
+)
+from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
+
+from store import hashing
+
+
+class Id(TypeDecorator[UUID]):
+    """A UUID: 16 bytes on SQLite, `uuid` on PostgreSQL."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Pick the database's own type."""
+        return dialect.type_descriptor(LargeBinary() if dialect.name == "sqlite" else Uuid())
+
+    def process_bind_param(self, value: UUID | None, dialect: Dialect) -> Any:
+        """Bytes for SQLite, the id itself for PostgreSQL."""
+        return value.bytes if value is not None and dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> UUID | None:
+        """The id again."""
+        return UUID(bytes=bytes(value)) if value is not None and dialect.name == "sqlite" else value
+
+
+class CanonicalJson(TypeDecorator[JsonValue]):
+    """A JSON value as text in its one canonical form; a NULL is None."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: JsonValue, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """Canonical text."""
+        return None if value is None else hashing.canonical_json(value).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> JsonValue:  # noqa: ARG002
+        """The value again."""
+        return None if value is None else json.loads(value)
+
+
+class TransactionId(UserDefinedType[int]):
+    """PostgreSQL's `xid8`: with `sequence`, the cursor that follows the log without missing a late commit."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        """Name of the type in DDL."""
+        return "XID8"
+
+
+_BIG = BigInteger().with_variant(Integer(), "sqlite")
+_SMALL = SmallInteger().with_variant(Integer(), "sqlite")
+_REAL = Double().with_variant(REAL(), "sqlite")
+
+metadata = MetaData(naming_convention={"pk": "%(table_name)s_pkey"})
+"""The tables as both databases have them; `metadata_for` adds what one of them has alone."""
+
+rollout = Table(
+    "rollout",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("rollout_id", Text, nullable=False),
+    Column("group_id", Text),
+    Column("slot", _BIG),
+    Column("task", Text),
+    Column("harness", Text),
+    Column("metadata", CanonicalJson, nullable=False),
+    Column("opened_at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    UniqueConstraint("rollout_id", name="rollout_id_key"),
+    CheckConstraint("sequence > 0", name="rollout_sequence"),
+    CheckConstraint("length(digest) = 32", name="rollout_digest"),
+    CheckConstraint("length(rollout_id) between 1 and 128", name="rollout_rollout_id"),
+    Index("rollout_group", "group_id"),
+    sqlite_strict=True,
+)
+
+call_intent = Table(
+    "call_intent",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("call_id", Id, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("decision", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("parent_id", Id),
+    Column("worker", Text, nullable=False),
+    Column("at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    UniqueConstraint("call_id", name="call_intent_id_key"),
+    CheckConstraint("sequence > 0", name="call_intent_sequence"),
+    CheckConstraint("length(digest) = 32", name="call_intent_digest"),
+    CheckConstraint("decision in ('root', 'continuation')", name="call_intent_decision"),
+    CheckConstraint("(parent_id is null) = (decision = 'root')", name="call_intent_parent"),
+    CheckConstraint(
+        "length(call_id) = 16 and (parent_id is null or length(parent_id) = 16)", name="call_intent_ids"
+    ).ddl_if(dialect="sqlite"),
+    Index("call_intent_rollout", "rollout_id", "sequence"),
+    sqlite_strict=True,
+)
+
+model_call = Table(
+    "model_call",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("call_id", Id, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("parent_id", Id),
+    Column("root_id", Id, nullable=False),
+    Column("depth", _BIG, nullable=False),
+    Column("decision", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("candidates", _BIG, nullable=False),
+    Column("reasoning_policy", Text, nullable=False),
+    Column("summary_hash", LargeBinary, nullable=False),
+    Column("request_hash", LargeBinary, nullable=False),
+    Column("answer_key", LargeBinary, nullable=False),
+    Column("render_hash", LargeBinary, nullable=False),
+    Column("tools_digest", LargeBinary, nullable=False),
+    Column("hash_version", _BIG, nullable=False),
+    Column("reasoning_digest", LargeBinary),
+    Column("prev_len", _BIG, nullable=False),
+    Column("prompt_len", _BIG, nullable=False),
+    Column("sampled_len", _BIG, nullable=False),
+    Column("chain_hash", LargeBinary, nullable=False),
+    Column("policy_spans", CanonicalJson, nullable=False),
+    Column("finish_reason", Text, nullable=False),
+    Column("dialect", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("response_id", Text),
+    Column("choice", _BIG, nullable=False),
+    Column("media_count", _BIG, nullable=False),
+    Column("writer_id", Id, nullable=False),
+    Column("writer_seq", _BIG, nullable=False),
+    Column("started_at", _BIG, nullable=False),
+    Column("completed_at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("evidence", CanonicalJson, nullable=False),
+    Column("sampling", CanonicalJson, nullable=False),
+    Column("hints", CanonicalJson, nullable=False),
+    Column("request_roles", CanonicalJson, nullable=False),
+    Column("request_digests", LargeBinary, nullable=False),
+    Column("answer_roles", CanonicalJson, nullable=False),
+    Column("answer_digests", LargeBinary, nullable=False),
+    Column("codec", _SMALL, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    UniqueConstraint("call_id", name="model_call_id_key"),
+    UniqueConstraint("writer_id", "writer_seq", name="model_call_writer_key"),
+    CheckConstraint("sequence > 0", name="model_call_sequence"),
+    CheckConstraint(
+        "length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32"
+        " and length(render_hash) = 32 and length(tools_digest) = 32 and length(chain_hash) = 32"
+        " and (reasoning_digest is null or length(reasoning_digest) = 32)",
+        name="model_call_digests",
+    ),
+    CheckConstraint("decision in ('root', 'continuation')", name="model_call_decision"),
+    CheckConstraint(
+        "(parent_id is null) = (decision = 'root') and (parent_id is null) = (depth = 0)"
+        " and (parent_id is null) = (root_id = call_id) and (parent_id is null) = (prev_len = 0)",
+        name="model_call_parent",
+    ),
+    CheckConstraint(
+        "depth >= 0 and prev_len >= 0 and prompt_len >= prev_len and sampled_len >= 0 and writer_seq >= 0",
+        name="model_call_counts",
+    ),
+    CheckConstraint(
+        "length(logprobs) = 4 * sampled_len"
+        " and (codec <> 0 or length(token_ids) = 4 * (prompt_len - prev_len + sampled_len))",
+        name="model_call_arrays",
+    ),
+    CheckConstraint("length(request_digests) % 32 = 0 and length(answer_digests) % 32 = 0", name="model_call_items"),
+    CheckConstraint(
+        "length(call_id) = 16 and length(root_id) = 16 and length(writer_id) = 16"
+        " and (parent_id is null or length(parent_id) = 16)",
+        name="model_call_ids",
+    ).ddl_if(dialect="sqlite"),
+    Index("model_call_rollout", "rollout_id", "sequence"),
+    Index("model_call_summary", "rollout_id", "summary_hash"),
+    Index("model_call_parent", "parent_id"),
+    Index("model_call_root", "root_id", "depth"),
+    sqlite_strict=True,
+)
+
+call_end = Table(
+    "call_end",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("call_id", Id, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Column("codec", _SMALL, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    UniqueConstraint("call_id", name="call_end_id_key"),
+    CheckConstraint("sequence > 0", name="call_end_sequence"),
+    CheckConstraint("length(digest) = 32", name="call_end_digest"),
+    CheckConstraint("state in ('failed', 'refused', 'abandoned', 'lost')", name="call_end_state"),
+    CheckConstraint("length(call_id) = 16", name="call_end_ids").ddl_if(dialect="sqlite"),
+    Index("call_end_rollout", "rollout_id", "sequence"),
+    sqlite_strict=True,
+)
+
+rollout_outcome = Table(
+    "rollout_outcome",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("outcome_id", Id, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("reward", _REAL, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("accepted", CanonicalJson),
+    Column("output", CanonicalJson),
+    Column("declared_rewrites", CanonicalJson, nullable=False),
+    Column("at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    UniqueConstraint("outcome_id", name="rollout_outcome_id_key"),
+    CheckConstraint("sequence > 0", name="rollout_outcome_sequence"),
+    CheckConstraint("length(digest) = 32", name="rollout_outcome_digest"),
+    CheckConstraint("length(outcome_id) = 16", name="rollout_outcome_ids").ddl_if(dialect="sqlite"),
+    Index("rollout_outcome_rollout", "rollout_id", "sequence"),
+    sqlite_strict=True,
+)
+
+trained_row = Table(
+    "trained_row",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("run", Text, nullable=False),
+    Column("step", _BIG, nullable=False),
+    Column("row_id", Text, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("tip_call_id", Id, nullable=False),
+    Column("selection", Text, nullable=False),
+    Column("selection_version", _BIG, nullable=False),
+    Column("advantage", _REAL, nullable=False),
+    Column("trainer_policy_version", _BIG, nullable=False),
+    Column("at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    UniqueConstraint("run", "step", "row_id", name="trained_row_id_key"),
+    CheckConstraint("sequence > 0", name="trained_row_sequence"),
+    CheckConstraint("length(digest) = 32", name="trained_row_digest"),
+    CheckConstraint("length(tip_call_id) = 16", name="trained_row_ids").ddl_if(dialect="sqlite"),
+    Index("trained_row_rollout", "rollout_id", "sequence"),
+    sqlite_strict=True,
+)
+
+
+def metadata_for(dialect: str) -> MetaData:
+    """The tables as one database has them: on PostgreSQL, `model_call` also says which transaction wrote a row."""
+    if dialect != "postgresql":
+        return metadata
+    copied = MetaData(naming_convention=metadata.naming_convention)
+    for table in metadata.sorted_tables:
+        table.to_metadata(copied)
+    call = copied.tables[model_call.name]
+    call.append_column(Column("txid", TransactionId, nullable=False, server_default=func.pg_current_xact_id()))
+    Index("model_call_tail", call.c.txid, call.c.sequence)
+    return copied
+
+
+def guards(dialect: str) -> frozenset[str]:
+    """Names of the triggers that refuse every change of an event; a database without them is not a log."""
+    kinds = ("no_update", "no_delete", "insert_once") if dialect == "sqlite" else ("no_change", "no_truncate")
+    return frozenset(f"{table}_{kind}" for table in metadata.tables for kind in kinds) | {
+        "model_call_not_ended",
+        "call_end_not_completed",
+    }

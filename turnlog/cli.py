@@ -1,0 +1,241 @@
+"""The command line: names, options and output; each rule lives in the package that owns it.
+
+Knows arguments, tables and exit codes; does not know how a log is kept, a row is made or a server decides. Law: what a
+user can cause ends in one clear line on stderr and exit code 1, never in a traceback. Heavy imports happen inside the
+command that needs them, so that `turnlog --help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import typer
+from pydantic import JsonValue
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from sqlalchemy import Engine
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="The durable log between LLM agents and their training.",
+    epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
+)
+db = typer.Typer(no_args_is_help=True, help="Bring a log to this release's schema, and check it.")
+app.add_typer(db, name="db")
+
+Db = Annotated[
+    str | None,
+    typer.Option("--db", metavar="URL", help="The log. Default: $TURNLOG_URL, else sqlite:///turnlog.db"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
+
+
+def main() -> None:
+    """Run the command line; an error that a user can mend becomes one line."""
+    try:
+        app()
+    except Exception as error:
+        if not isinstance(error, _expected()):
+            raise
+        _notes().print(f"[red]turnlog:[/] {escape(str(error))}")
+        sys.exit(1)
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    """Errors whose message names value, rule and remedy."""
+    from engine.errors import EngineError
+    from replay.errors import ReplayError
+    from store.errors import LogError
+    from turnlog.errors import CommandError
+
+    return (LogError, EngineError, ReplayError, CommandError)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: [bold]turnlog serve Qwen/Qwen3-0.6B --port 8000 --reasoning-parser qwen3[/]",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model: a folder or a hub name. Any `vllm serve` flag may follow.")],
+    url: Db = None,
+    reasoning: Annotated[
+        Literal["strict", "restore"],
+        typer.Option(help="When a harness drops the model's thoughts: begin a new row (strict), or keep them."),
+    ] = "strict",
+    require_open: Annotated[
+        bool, typer.Option("--require-open", help="Refuse rollouts that were not opened with POST /rollouts.")
+    ] = False,
+    worker: Annotated[
+        str | None,
+        typer.Option(help="Stable name of this server, by which it finds calls it left open. Default: host:port."),
+    ] = None,
+) -> None:
+    """Start the stock vLLM server with turnlog on: what agents do at /rollouts/ID/v1 goes into the log."""
+    from store.database import database_url
+    from turnlog.serve import command, environment
+
+    arguments = command(model, context.args)
+    resolved = database_url(url)
+    _prepare(resolved, create=url is None and "TURNLOG_URL" not in os.environ)
+    variables = environment(os.environ, url=resolved, reasoning=reasoning, require_open=require_open, worker=worker)
+    sys.stdout.flush()
+    os.execve(arguments[0], arguments, variables)
+
+
+def _prepare(url: str, *, create: bool) -> None:
+    """Check the log's schema before a model is loaded; the default file is created when there is none."""
+    from store import migrate
+    from store.database import open_database
+
+    database = open_database(url)
+    try:
+        if create and migrate.current(database) is None:
+            migrate.upgrade(database)
+        migrate.require_current(database)
+    finally:
+        database.dispose()
+
+
+@app.command(epilog="Examples: [bold]turnlog show[/] lists the rollouts, [bold]turnlog show demo-1[/] draws one.")
+def show(
+    rollout: Annotated[str | None, typer.Argument(help="Id of the rollout. Without it: a list of all.")] = None,
+    url: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a rollout as a tree: which call continues which, where rows begin and why."""
+    from store import log
+    from store.database import read
+    from turnlog.show import facts, load, summaries, tree
+
+    with _open(url) as database, read(database) as connection:
+        if rollout is not None:
+            found = load(connection, rollout)
+            if as_json:
+                _print_json(facts(found))
+            else:
+                Console().print(tree(found))
+            return
+        with _progress("Reading rollouts"):
+            listed = summaries(connection, log.rollouts(connection))
+    if as_json:
+        _print_json([*listed])
+    else:
+        Console().print(
+            _table(listed, empty="no rollouts yet: start `turnlog serve MODEL`, send calls to /rollouts/ID/v1")
+        )
+
+
+@db.command(epilog="Example: [bold]turnlog db upgrade --db postgresql://user@host/turnlog[/]")
+def upgrade(url: Db = None) -> None:
+    """Bring the log to this release's schema; a log that is there already stays as it is."""
+    from store import migrate
+    from store.database import database_url, open_database
+
+    database = open_database(database_url(url))
+    migrate.upgrade(database)
+    Console(soft_wrap=True).print(f"{_shown(database)} is at schema revision {migrate.current(database)}")
+
+
+@db.command(epilog="Example: [bold]turnlog db current[/]")
+def current(url: Db = None, as_json: AsJson = False) -> None:
+    """Show the log's schema revision and the one that this release needs."""
+    from store import migrate
+    from store.database import database_url, open_database
+
+    database = open_database(database_url(url))
+    found, needed = migrate.current(database), migrate.head()
+    if as_json:
+        _print_json({"url": _shown(database), "current": found, "needed": needed})
+    else:
+        advice = "" if found == needed else ": run `turnlog db upgrade`"
+        state = f"{found or 'no schema'}, this release needs {needed}{advice}"
+        Console(soft_wrap=True).print(f"{_shown(database)} is at {state}")
+
+
+@db.command(epilog="Example: [bold]turnlog db check[/]")
+def check(url: Db = None, as_json: AsJson = False) -> None:
+    """List calls that were admitted and neither completed nor ended: in flight, or left by a server that was killed.
+
+    A server ends its own on its next start. They never train, and never hold up later calls.
+    """
+    from store import log
+    from store.database import read
+
+    with _open(url) as database, read(database) as connection:
+        pending = log.pending(connection)
+    listed: list[dict[str, JsonValue]] = [
+        {
+            "rollout_id": intent.rollout_id,
+            "call_id": str(intent.call_id),
+            "decision": intent.decision,
+            "reason": intent.reason,
+            "worker": intent.worker,
+            "at": intent.at,
+        }
+        for intent in pending
+    ]
+    if as_json:
+        _print_json([*listed])
+    else:
+        Console().print(_table(listed, empty="no pending calls"))
+
+
+@contextmanager
+def _open(url: str | None) -> Generator[Engine]:
+    """The log, at the schema of this release."""
+    from store import migrate
+    from store.database import database_url, open_database
+
+    database = open_database(database_url(url))
+    try:
+        migrate.require_current(database)
+        yield database
+    finally:
+        database.dispose()
+
+
+def _shown(database: Engine) -> str:
+    return database.url.render_as_string(hide_password=True)
+
+
+def _table(rows: Sequence[Mapping[str, JsonValue]], *, empty: str) -> Table | str:
+    if not rows:
+        return empty
+    table = Table()
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
+    for row in rows:
+        table.add_row(*("" if value is None else escape(_cell(value)) for value in row.values()))
+    return table
+
+
+def _cell(value: JsonValue) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _print_json(value: JsonValue) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _notes() -> Console:
+    """Where everything goes that is not the command's result."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _progress(what: str) -> Generator[Progress]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_notes(), transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield progress

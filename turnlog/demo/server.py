@@ -1,0 +1,108 @@
+"""The demo's model server: a real one in a process of its own, started, watched and stopped.
+
+Knows how to run `turnlog serve` for the demo's model and when it is ready; does not know rollouts or the log. Law: the
+server and its children are gone when the block is left, however it is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from turnlog.errors import ServerFailed
+
+NAME = "demo"
+"""What requests call the model, and the worker's name in the log."""
+READY_SECONDS = 300
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a folder: nothing is looked up
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probabilities on a CPU wait 20 seconds for a compiler
+}
+FLAGS = (
+    *("--served-model-name", NAME),
+    *("--dtype", "float32"),  # so that the trainer's log-probabilities can be compared to four digits
+    "--enforce-eager",
+    *("--max-model-len", "8192"),
+    *("--max-num-seqs", "16"),
+    *("--kv-cache-memory-bytes", str(128 * 2**20)),
+    "--enable-auto-tool-choice",
+    *("--tool-call-parser", "hermes"),
+    *("--reasoning-parser", "qwen3"),
+)
+
+
+@contextmanager
+def model_server(model: Path, *, url: str, log: Path, on_wait: Callable[[str], None]) -> Generator[str]:
+    """Run the server for the block, writing to the database at `url`; the value is its address.
+
+    `on_wait` gets the newest line of the server's log while it loads. Raises ServerFailed with the log's last lines.
+    """
+    port = _free_port()
+    address = f"http://127.0.0.1:{port}"
+    arguments = [sys.executable, "-m", "turnlog", "serve", str(model), "--db", url, "--worker", NAME]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*arguments, "--host", "127.0.0.1", "--port", str(port), *FLAGS],
+            env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C reaches the demo alone, which then stops the server in order
+        )
+    try:
+        _wait_until_ready(process, address, log, on_wait)
+        yield address
+        if process.poll() is not None:
+            raise ServerFailed(f"ended with code {process.returncode} while it was in use", log, tail(log))
+    finally:
+        _stop(process)
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log file."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path, on_wait: Callable[[str], None]) -> None:
+    give_up = time.monotonic() + READY_SECONDS
+    while time.monotonic() < give_up:
+        if process.poll() is not None:
+            raise ServerFailed(f"ended with code {process.returncode} before it was ready", log, tail(log))
+        try:
+            with urlopen(f"{address}/health", timeout=5):
+                return
+        except (URLError, OSError):
+            on_wait(tail(log, lines=1))
+            time.sleep(0.5)
+    raise ServerFailed(f"was not ready within {READY_SECONDS} seconds", log, tail(log))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            pass  # the whole group goes next
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # the usual case: nothing is left of it
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,71 @@
+"""Errors of the command line and the demo, one class per choice a user can make.
+
+    CommandError
+    ├── BadModel            `turnlog serve` got a flag where the model's name belongs
+    ├── NoModelServer       vLLM is not installed here
+    ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
+    ├── FolderTaken         the demo's folder holds other files
+    └── DemoFailed          the demo found something that turnlog promises not to happen
+        └── ServerFailed    the model server did not start, or ended during the demo
+
+Every message gives the value, the rule it breaks and the remedy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CommandError(Exception):
+    """Base of every error that the command line raises itself."""
+
+
+class BadModel(CommandError):
+    """The first argument of `turnlog serve` is a flag."""
+
+    def __init__(self, argument: str) -> None:
+        self.argument = argument
+        super().__init__(
+            f"{argument!r} stands where the model belongs: write it first, as in `turnlog serve MODEL --port 8000`"
+        )
+
+
+class NoModelServer(CommandError):
+    """vLLM is not installed here."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "vLLM is not installed in this environment: install `vllm` where a GPU is, turnlog's extra `cpu` elsewhere"
+        )
+
+
+class CorpusTooSmall(CommandError):
+    """The Python at hand ships too little source text to train the demo's tokenizer on."""
+
+    def __init__(self, folder: Path, entries: int, needed: int) -> None:
+        self.folder = folder
+        self.entries = entries
+        super().__init__(
+            f"the Python sources in {folder} give a tokenizer of {entries} entries, the demo's model needs {needed}: "
+            "run it with a Python that ships its standard library as source files"
+        )
+
+
+class FolderTaken(CommandError):
+    """The demo's model would be built among other files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(f"{folder} holds other files, the demo's model needs a folder of its own: name another one")
+
+
+class DemoFailed(CommandError):
+    """The demo found something that turnlog promises not to happen, or could not go on."""
+
+
+class ServerFailed(DemoFailed):
+    """The model server did not start, or ended during the demo."""
+
+    def __init__(self, what: str, log: Path, tail: str) -> None:
+        self.log = log
+        super().__init__(f"the model server {what}: read {log}, whose last lines are\n{tail}")
