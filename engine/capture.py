@@ -237,6 +237,8 @@ def policy_spans(sampled: Sampled, policy_version: int) -> tuple[PolicySpan, ...
     if not sampled.versions:
         return (PolicySpan(start=0, end=len(sampled.token_ids), policy_version=policy_version),)
     return tuple(
-        PolicySpan(start=start, end=end, policy_version=int(label) if label.isascii() and label.isdigit() else policy_version)
+        PolicySpan(
+            start=start, end=end, policy_version=int(label) if label.isascii() and label.isdigit() else policy_version
+        )
         for label, start, end in sampled.versions
     )

@@ -4,11 +4,10 @@
     ├── BadRequest          400  the harness sent something that cannot be read: mend the request
     │   ├── UnknownItem     400  a kind of message, part or call that turnlog does not know by name
     │   └── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
-    ├── Unauthorized        401  the server asks for a key and got none, or another
     ├── UnknownRoute        404  the path under a rollout is not served
     ├── UnknownRollout      404  the rollout was never opened, and this server wants it to be
     ├── BadRolloutId        422  the id in the URL or header breaks the rule for ids
-    ├── LogDown             503  the log cannot be written: retry later, nothing has run
+    ├── LogDown             503  the log cannot be asked or written: retry later
     ├── UnreadableAnswer    500  the server's own answer has a shape that turnlog does not know
     └── EngineMismatch      500  raised at start-up only: this engine's methods or settings do not fit
 
@@ -42,32 +41,18 @@ class UnknownItem(BadRequest):
 
     def __init__(self, kind: str, *, known: str, param: str) -> None:
         self.kind = kind
-        super().__init__(f"{param} is {kind!r}, which turnlog cannot compare: send {known}", param=param)
+        super().__init__(f"{param} is {kind[:80]!r}, which turnlog cannot compare: send {known}", param=param)
 
 
 class PromptTooLong(BadRequest):
     """The prompt leaves the model no room; the words are those that stock harnesses look for before they compact."""
 
-    def __init__(self, *, limit: int, prompt_tokens: int, output_tokens: int = 0) -> None:
+    def __init__(self, *, limit: int, prompt_tokens: int, at_least: bool = False) -> None:
         self.limit = limit
         self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        found = (
-            f"you requested {prompt_tokens + output_tokens} tokens ({prompt_tokens} in the messages, "
-            f"{output_tokens} in the completion). Please reduce the length of the messages or completion."
-            if output_tokens
-            else f"your messages resulted in {prompt_tokens} tokens. Please reduce the length of the messages."
-        )
+        shown = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
+        found = f"your messages resulted in {shown} tokens. Please reduce the length of the messages."
         super().__init__(f"This model's maximum context length is {limit} tokens. However, {found}", param="messages")
-
-
-class Unauthorized(EngineError):
-    """The server was started with a key, and the request does not carry it."""
-
-    status = 401
-
-    def __init__(self) -> None:
-        super().__init__("no valid API key: this server was started with one, send `Authorization: Bearer KEY`")
 
 
 class UnknownRoute(EngineError):
@@ -97,14 +82,14 @@ class BadRolloutId(EngineError):
 
 
 class LogDown(EngineError):
-    """The log cannot be written, so no call may run."""
+    """The log cannot be asked or written, and no answer may go out that is not in it."""
 
     status = 503
 
     def __init__(self, cause: str, *, retry_after: int = 5) -> None:
         self.retry_after = retry_after
         """Seconds, for the header of that name."""
-        super().__init__(f"the call did not run, its log is down ({cause}): retry in {retry_after} seconds")
+        super().__init__(f"the log is down, nothing was answered ({cause}): retry in {retry_after} seconds")
 
 
 class UnreadableAnswer(EngineError):

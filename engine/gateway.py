@@ -44,6 +44,7 @@ logger = logging.getLogger("turnlog")
 _UNDER_ROLLOUT = re.compile(r"/rollouts/(?P<rollout>[^/]*)(?P<path>/v1/.*)", re.DOTALL)
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CAPTURED = "/v1/chat/completions"
+CLIENT_LEFT = "the client left before its answer was complete"
 _PASSED = frozenset({"/v1/models"})
 
 
@@ -87,17 +88,18 @@ class Gateway:
             await _answer_error(send, error)
             return
         client = _Client(receive, body)
-        answer = _Answer(send, call)
+        answer = _Answer(send, call, client)
         token = CURRENT.set(call)
         try:
             await self._app(scope, client.receive, answer.send)
         except Exception as error:
-            call.end("abandoned" if client.gone else "failed", f"{type(error).__name__}: {error}")
+            if not client.gone:
+                call.end("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
             CURRENT.reset(token)
             if client.gone:
-                call.end("abandoned", "the client left before its answer was complete")
+                call.end("abandoned", CLIENT_LEFT)
             else:
                 call.end("failed", "the server stopped before the answer was complete")
 
@@ -148,9 +150,10 @@ class _Client:
 class _Answer:
     """The server's side: holds back what would complete the answer until the log has it."""
 
-    def __init__(self, send: Send, call: Call) -> None:
+    def __init__(self, send: Send, call: Call, client: _Client) -> None:
         self._send = send
         self._call = call
+        self._client = client
         self._start: Message = {}
         self._held = bytearray()
         self._stream: chat.StreamedResponse | None = None
@@ -183,16 +186,23 @@ class _Answer:
             if call.error is not None:
                 raise call.error
             if status >= 400:
-                call.end("refused" if status < 500 else "failed", f"{status}: {_message_of(body)}")
+                self._end(status, f"{status}: {_message_of(body)}")
             else:
                 response = _response_of(body)
                 await call.complete(chat.answers(response), response_id=chat.response_id(response))
         except EngineError as error:
-            call.end("refused" if error.status < 500 else "failed", str(error))
+            self._end(error.status, str(error))
             await _answer_error(self._send, error)
             return
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _end(self, status: int, reason: str) -> None:
+        """End a call that has no answer; what the server says to a client that has left is no failure of its own."""
+        if self._client.gone:
+            self._call.end("abandoned", CLIENT_LEFT)
+        else:
+            self._call.end("refused" if status < 500 else "failed", reason)
 
     async def _flow(self, stream: chat.StreamedResponse, data: bytes, *, last: bool) -> None:
         self._pending += data
@@ -218,14 +228,14 @@ class _Answer:
         call = self._call
         try:
             if stream.failed is not None:
-                call.end("failed", stream.failed)
+                self._end(500, stream.failed)
             elif not stream.completed:
-                call.end("failed", "the stream ended before every choice had finished")
+                self._end(500, "the stream ended before every choice had finished")
             else:
                 response = stream.response()
                 await call.complete(chat.answers(response), response_id=chat.response_id(response))
         except EngineError as error:
-            call.end("failed", str(error))
+            self._end(500, str(error))
             self._held[:] = b"data: " + json.dumps(chat.error_body(error)).encode() + b"\n\n"
         await self._send({"type": "http.response.body", "body": bytes(self._held), "more_body": False})
 

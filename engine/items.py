@@ -71,10 +71,10 @@ class Media:
 
     @classmethod
     def from_base64(cls, kind: MediaKind, data: str) -> Media:
-        """From base64 in either alphabet; white space and padding do not count. What is no base64 counts by its text."""
-        letters = "".join(data.split()).rstrip("=")
+        """From base64 in either alphabet, however spaced and padded; what is no base64 counts by its text."""
+        letters = "".join(data.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
         try:
-            raw = base64.b64decode(letters + "=" * (-len(letters) % 4), altchars=_alphabet(letters), validate=True)
+            raw = base64.b64decode(letters + "=" * (-len(letters) % 4), validate=True)
         except ValueError:
             return cls(kind=kind, address=f"text:{data}")
         return cls._of_bytes(kind, raw)
@@ -132,7 +132,9 @@ class Item:
         """
         joined = _joined(parts)
         fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": _canonical_parts(joined)}
-        return cls(kind="message", role=role, digest=_digest(fields, attributes), text=_text(joined), media=_media(joined))
+        return cls(
+            kind="message", role=role, digest=_digest(fields, attributes), text=_text(joined), media=_media(joined)
+        )
 
     @classmethod
     def reasoning(cls, text: str, *, opaque: bool = False) -> Item:
@@ -178,11 +180,11 @@ class Answer:
 
 
 def answer_key(items: Sequence[Item]) -> bytes:
-    """What an echo of this answer must repeat: its tool calls in order, and its text but for white space around it.
+    r"""What an echo of this answer must repeat: its tool calls in order, and its text but for white space around it.
 
     Reasoning is not part of it (`reasoning_digest`), nor is where the text stood among the tool calls.
 
-    >>> served = [Item.reasoning("Hm."), Item.message("assistant", ["Done.\\n"])]
+    >>> served = [Item.reasoning("Hm."), Item.message("assistant", ["Done.\n"])]
     >>> answer_key(served) == answer_key([Item.message("assistant", ["Done."])])
     True
     """
@@ -197,11 +199,11 @@ def answer_key(items: Sequence[Item]) -> bytes:
 
 
 def reasoning_digest(items: Sequence[Item]) -> bytes | None:
-    """Digest of the reasoning blocks, white space around each left out; None when there is no reasoning.
+    r"""Digest of the reasoning blocks, white space around each left out; None when there is no reasoning.
 
-    >>> reasoning_digest([Item.reasoning("Hm.\\n")]) == reasoning_digest([Item.reasoning(" Hm.")])
+    >>> reasoning_digest([Item.reasoning("Hm.\n")]) == reasoning_digest([Item.reasoning(" Hm.")])
     True
-    >>> reasoning_digest([Item.reasoning(" \\n")]) is None
+    >>> reasoning_digest([Item.reasoning(" \n")]) is None
     True
     """
     blocks: list[JsonValue] = [
@@ -254,9 +256,11 @@ def _not_json(token: str) -> NoReturn:
 def _joined(parts: Sequence[str | Media]) -> list[str | Media]:
     """Parts with adjacent text joined and empty text gone."""
     joined: list[str | Media] = []
-    for is_text, group in groupby((part for part in parts if part != ""), key=lambda part: isinstance(part, str)):
-        run = list(group)
-        joined += ["".join(part for part in run if isinstance(part, str))] if is_text else run
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        if not is_text:
+            joined += run
+        elif text := "".join(part for part in run if isinstance(part, str)):
+            joined.append(text)
     return joined
 
 
@@ -273,15 +277,14 @@ def _canonical_parts(joined: Sequence[str | Media]) -> list[JsonValue]:
 
 
 def _digest(fields: dict[str, JsonValue], attributes: Mapping[str, JsonValue] | None = None) -> bytes:
-    shown = {name: value for name, value in (attributes or {}).items() if value not in (None, "", [])}
-    return hashing.item_digest(hashing.canonical_json({**fields, "attributes": shown} if shown else fields))
+    shown: dict[str, JsonValue] = {
+        name: value for name, value in (attributes or {}).items() if value not in (None, "", [])
+    }
+    if shown:
+        fields["attributes"] = shown
+    return hashing.item_digest(hashing.canonical_json(fields))
 
 
 def _utf8(text: str) -> bytes:
     """Bytes of a text that may hold lone surrogates, as JSON can carry them."""
     return text.encode("utf-8", "surrogatepass")
-
-
-def _alphabet(letters: str) -> bytes | None:
-    """The alternative letters of URL-safe base64, where it is used."""
-    return b"-_" if "-" in letters or "_" in letters else None

@@ -103,7 +103,10 @@ class Journal:
 
     def append_later(self, events: Sequence[Event]) -> None:
         """Append without waiting, for a caller that is being cancelled; a failure is logged."""
-        self._submit(events).add_done_callback(_report)
+        try:
+            self._submit(events).add_done_callback(_report)
+        except LogError as error:
+            _tell(error)
 
     async def query(self, question: Callable[[Connection], _T]) -> _T:
         """Answer a question from a consistent snapshot, in a thread. Raises LogDown."""
@@ -145,4 +148,8 @@ class Journal:
 
 def _report(done: Future[None]) -> None:
     if (error := done.exception()) is not None:
-        logger.error("an event could not be appended: %s", error)
+        _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    logger.error("an event could not be appended: %s", error)

@@ -82,7 +82,9 @@ async def install(
     engine_worker = Worker(engine, journal, reasoning=settings.reasoning)
     for shape, path in (await engine_worker.install()).items():
         logger.info("splice of %s: %s", shape, path)
-    app.add_middleware(Gateway, journal=journal, require_open=settings.require_open)
+    # Outermost, around the stack that vLLM has built already: its API-key check must see the path that is served.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = Gateway(stack, journal=journal, require_open=settings.require_open)
     logger.info(
         "turnlog writes to %s as worker %s, reasoning %s; %d calls of an earlier run marked lost",
         database.url.render_as_string(hide_password=True), worker, settings.reasoning, len(lost),

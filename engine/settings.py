@@ -24,10 +24,14 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     url: str | None = Field(default=None, description="TURNLOG_URL: database URL; default sqlite:///turnlog.db")
-    media: str | None = Field(default=None, description="TURNLOG_MEDIA: fsspec URL; default a folder beside the database")
+    media: str | None = Field(
+        default=None, description="TURNLOG_MEDIA: fsspec URL; default a folder beside the database"
+    )
     reasoning: ReasoningPolicy = Field(default="strict", description="TURNLOG_REASONING: strict or restore")
     require_open: bool = Field(default=False, description="TURNLOG_REQUIRE_OPEN: refuse rollouts that nobody opened")
-    worker: str | None = Field(default=None, description="TURNLOG_WORKER: stable name of this server; default host:port")
+    worker: str | None = Field(
+        default=None, description="TURNLOG_WORKER: stable name of this server; default host:port"
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

@@ -29,7 +29,7 @@ from engine.capture import Admission, CaptureFailed, Tokens, spliced
 from engine.decide import Continuation, Root
 from engine.errors import EngineError, EngineMismatch, PromptTooLong
 from engine.journal import Journal
-from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer
+from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 from store import hashing
 from store.events import ReasoningPolicy
 
@@ -82,11 +82,15 @@ class Worker:
         tokenizer = engine.renderer.tokenizer
         self._splicer = Splicer(tokenizer.get_added_vocab().values())
         # Part of every render hash: a server restarted with another template continues nothing of before.
-        self._template = hashing.tagged_digest("template", str(getattr(tokenizer, "chat_template", None)).encode()).hex()
+        self._template = hashing.tagged_digest(
+            "template", str(getattr(tokenizer, "chat_template", None)).encode()
+        ).hex()
 
     async def install(self) -> dict[str, str]:
         """Wrap the two methods; returns how each usual shape of messages will be spliced, by name."""
-        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": False})
+        params = ChatParams(
+            chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": False}
+        )
         rendering = self._rendering(params, None, {}, model=None)
         paths = await self._splicer.probe(self._render_of(rendering), options=rendering.suffix_hash)
         self._engine.renderer.render_chat_async = self._rendered
@@ -114,16 +118,11 @@ class Worker:
                 chain = await self._journal.chain(decision.parent.call_id)
                 suffix = await self._suffix(rendering, conversations[0], chain)
                 if not isinstance(suffix, CannotSplice):
-                    evidence = {"splice": suffix.path, "suffix_len": len(suffix.token_ids), **decision.evidence}
-                    decision = dataclasses.replace(decision, evidence=evidence)
+                    decision = decision.spliced(suffix.path, len(suffix.token_ids))
                     prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
                     await self._admit(call, rendering, decision, chain, prompt)
                     return [conversations[0]], [prompt]
-                decision = Root(
-                    reason=f"cannot_splice:{suffix.why}",
-                    evidence={"parent": str(decision.parent.call_id), **decision.evidence},
-                    candidates=decision.candidates,
-                )
+                decision = decision.unspliced(suffix.why)
             try:
                 rendered, (prompt,) = await self._render_chat(conversations, chat_params, tok_params, **options)
             except VLLMValidationError as error:
@@ -142,14 +141,11 @@ class Worker:
 
     async def _decide(self, call: Call, rendering: _Rendering) -> Root | Continuation:
         keys = decide.candidate_keys(call.items, rendering.render_hash)
-        found: Root | Continuation
-        if isinstance(keys, Root):
-            found = keys
-        else:
-            hits = await self._journal.look_up(call.rollout_id, [key.summary_hash for key in keys.keys])
-            found = decide.choose(call.items, keys, hits, self._reasoning)
-        if isinstance(found, Continuation):
-            return found
+        hits = await self._journal.look_up(call.rollout_id, list(keys.starts)) if keys.starts else []
+        found = decide.choose(call.items, keys, hits, self._reasoning)
+        if found is None:
+            recent = await self._journal.recent(call.rollout_id)
+            return decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent)
         if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
             self._told_strict.add(call.rollout_id)
             logger.warning(
@@ -157,10 +153,11 @@ class Worker:
                 "serve with --reasoning restore to continue with the reasoning kept",
                 call.rollout_id,
             )
-        recent = await self._journal.recent(call.rollout_id)
-        return decide.explain(found, call.items, rendering.render_hash, rendering.tools_digest, recent)
+        return found
 
-    async def _suffix(self, rendering: _Rendering, conversation: list[Any], chain: Tokens) -> Any:
+    async def _suffix(
+        self, rendering: _Rendering, conversation: list[Any], chain: Tokens
+    ) -> Suffix | CannotSplice:
         if getattr(rendering.tok_params, "truncate_prompt_tokens", None) is not None:
             return CannotSplice(why="truncate_prompt_tokens")
         return await self._splicer.suffix(

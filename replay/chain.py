@@ -69,11 +69,12 @@ def check(
     rollout: Rollout, selected: Set[UUID], paths: Iterable[Path], payloads: Mapping[UUID, Payload]
 ) -> tuple[Chain, ...] | Refusal:
     """The rollout's chains in the order of their rows, or the first reason why it has none."""
+    known = {call.call_id for call in rollout.calls}
     ordered = sorted(paths, key=lambda path: (path[0].number, path[-1].number))
     chains: list[Chain] = []
     checked: set[UUID] = set()
     for path in ordered:
-        fault = _check_links(path, selected)
+        fault = _check_links(path, known, selected)
         if fault is not None:
             return fault
         for parent, call in zip([None, *path], path, strict=False):
@@ -101,20 +102,24 @@ def _fault(call: Call, reason: str, detail: str) -> Refusal:
     )
 
 
-def _check_links(path: Path, selected: Set[UUID]) -> Refusal | None:
+def _check_links(path: Path, known: Set[UUID], selected: Set[UUID]) -> Refusal | None:
     top = path[0]
+    if top.parent_id in known:
+        return _fault(top, "parent_cycle", "its parent links run in a circle")
     if top.parent_id is not None:
         return _fault(top, "parent_missing", f"its parent {top.parent_id} is not in the log of its rollout")
     if top.prompt_len == 0:
         return _fault(top, "empty_prompt", "it is a root without a prompt, so nothing predicts its first token")
     for depth, call in enumerate(path):
         if call.call_id not in selected:
-            return _fault(call, "parent_not_selected", "the selection leaves it out but counts a call that continues it")
+            return _fault(
+                call, "parent_not_selected", "the selection leaves it out but counts a call that continues it"
+            )
         if call.depth != depth or call.root_id != top.call_id:
             return _fault(
                 call,
                 "root_mismatch",
-                f"it says depth {call.depth} of root {call.root_id}, its parent links say depth {depth} of {top.call_id}",
+                f"it says depth {call.depth} of root {call.root_id}, its links say depth {depth} of {top.call_id}",
             )
         before = path[depth - 1].chain_len if depth else 0
         if call.prev_len != before or call.prompt_len < call.prev_len:
@@ -124,7 +129,9 @@ def _check_links(path: Path, selected: Set[UUID]) -> Refusal | None:
                 f"its prompt of {call.prompt_len} tokens starts with {call.prev_len} of its parent, which has {before}",
             )
         if call.media_count:
-            return _fault(call, "media_not_captured", f"its prompt has {call.media_count} media that the log does not hold")
+            return _fault(
+                call, "media_not_captured", f"its prompt has {call.media_count} media that the log does not hold"
+            )
     return None
 
 
@@ -149,5 +156,7 @@ def _check_payload(parent: Call | None, call: Call, payload: Payload) -> Refusal
         return _fault(call, "logprob_not_finite", "a sampled token has no finite log-probability")
     edges = [0, *(span.end for span in call.policy_spans)]
     if [span.start for span in call.policy_spans] != edges[:-1] or edges[-1] != call.sampled_len:
-        return _fault(call, "policy_spans", f"its policy spans do not cover its {call.sampled_len} sampled tokens in order")
+        return _fault(
+            call, "policy_spans", f"its policy spans do not cover its {call.sampled_len} sampled tokens in order"
+        )
     return None

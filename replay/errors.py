@@ -4,6 +4,7 @@
     ├── UnknownQuery        no .sql file of that name is shipped
     ├── UnknownRule         no selection rule of that name and version
     ├── UnknownRollout      a filter names a rollout that the log does not hold
+    ├── BadPosition         a text is not a position
     ├── PositionAhead       the log has not reached the position asked for
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
     └── TrainerSetup        the trainer is configured so that a step would not be what turnlog promises
@@ -34,7 +35,9 @@ class UnknownRule(ReplayError):
     def __init__(self, rule: str, version: int, known: Iterable[str]) -> None:
         self.rule = rule
         self.version = version
-        super().__init__(f"no selection rule is named {rule!r} version {version}: use one of {', '.join(sorted(known))}")
+        super().__init__(
+            f"no selection rule is named {rule!r} version {version}: use one of {', '.join(sorted(known))}"
+        )
 
 
 class UnknownRollout(ReplayError):
@@ -45,6 +48,14 @@ class UnknownRollout(ReplayError):
         super().__init__(
             f"rollout {rollout_id!r} is not in the log at this position: check its spelling and TURNLOG_URL"
         )
+
+
+class BadPosition(ReplayError):
+    """A text does not name a position."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(f"{text!r} is not a position: give the one that an earlier replay printed, such as 60.5.5")
 
 
 class PositionAhead(ReplayError):

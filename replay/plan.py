@@ -4,9 +4,9 @@ Knows row ids and lengths; does not know tokens, advantages or trainers.
 Law: a plan is a pure function of its arguments. The same rows, seed, step, world and budget give the same plan on every
 machine and release, and the order in which the rows are given changes nothing.
 
-Rows are packed first-fit-decreasing into packs of at most `token_budget` positions. A row of T tokens takes T - 1: it is
-shifted before it is packed. Every rank gets the same number of packs; what is missing is filled with empty ones, which
-train nothing. A row longer than the budget is reported, never cut.
+Rows are packed first-fit-decreasing into packs of at most `token_budget` positions. A row of T tokens takes T - 1: rows
+are shifted before they are packed. Every rank gets the same number of packs; what is missing is filled with empty ones,
+which train nothing. A row longer than the budget is reported, never cut.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ one transaction, and every read through `read`, which is one snapshot and cannot
 
 >>> database_url("postgres://trainer@db/turnlog")
 'postgresql+psycopg://trainer@db/turnlog'
->>> database_url("mysql://db/turnlog")
+>>> database_url("mysql://db/turnlog")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
 store.errors.BadUrl: database URL 'mysql://db/turnlog' names a mysql database: use sqlite:///FILE or ...
 """
@@ -16,7 +16,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,9 @@ def _open_sqlite(url: URL) -> Engine:
 
 def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
     """Page size and WAL are kept in the file, the rest is each connection's own."""
-    connection.execute("pragma page_size = 16384")  # before the first table; checkpoints stall 25 times less than at 4096
+    connection.execute(
+        "pragma page_size = 16384"
+    )  # before the first table; checkpoints stall 25 times less than at 4096
     give_up = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
@@ -106,7 +108,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 @contextmanager
-def write(database: Engine) -> Iterator[Connection]:
+def write(database: Engine) -> Generator[Connection]:
     """One transaction that may append: committed at the end of the block, rolled back when it raises.
 
     Raises LogUnavailable for what the driver raises, also at the commit: the events may then be durable or not, and
@@ -119,7 +121,7 @@ def write(database: Engine) -> Iterator[Connection]:
 
 
 @contextmanager
-def read(database: Engine) -> Iterator[Connection]:
+def read(database: Engine) -> Generator[Connection]:
     """One consistent snapshot of the log, read only. Raises LogUnavailable for what the driver raises."""
     with _unavailable("read the log"), database.connect() as connection:
         if database.dialect.name == "postgresql":
@@ -129,13 +131,13 @@ def read(database: Engine) -> Iterator[Connection]:
 
 
 @contextmanager
-def _unavailable(operation: str) -> Iterator[None]:
+def _unavailable(operation: str) -> Generator[None]:
     """Driver errors that tell of the database, not of the statement, as LogUnavailable; a broken rule stays itself."""
     try:
         yield
-    except (exc.IntegrityError, exc.DataError, exc.ProgrammingError):
-        raise
     except (exc.DBAPIError, exc.TimeoutError) as error:
+        if isinstance(error, exc.IntegrityError | exc.DataError | exc.ProgrammingError) and error.statement is not None:
+            raise
         cause = error.orig if isinstance(error, exc.DBAPIError) else error
         lines = str(cause).strip().splitlines()
         raise LogUnavailable(operation, lines[0] if lines else type(cause).__name__) from error

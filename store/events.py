@@ -72,7 +72,7 @@ Text = Annotated[str, AfterValidator(_storable_text)]
 Json = Annotated[JsonValue, AfterValidator(_storable_json)]
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable_json)]
 ReasoningPolicy = Literal["strict", "restore"]
-"""What a missing reasoning block in an echoed answer means: a new root, or go on with the thoughts kept (design §6.4)."""
+"""What a missing reasoning block in an echoed answer means: a new root, or go on with thoughts kept (design §6.4)."""
 
 
 def token_array(raw: bytes) -> npt.NDArray[np.int32]:
@@ -136,7 +136,7 @@ class RolloutOpened(_Event):
 
     @property
     def implicit(self) -> bool:
-        """Whether it says nothing but that the rollout exists, as its first call does: never in conflict with another."""
+        """Whether it says only that the rollout exists, as its first call does; any other opening satisfies it."""
         said = (self.group_id, self.slot, self.task, self.harness)
         return said == (None, None, None, None) and not self.metadata
 
@@ -195,7 +195,7 @@ class CallCompleted(_Event):
     decision: Literal["root", "continuation"]
     reason: Text
     evidence: JsonObject = Field(default_factory=dict)
-    """For a root: nearest call, index of the first difference, roles, digests. For a continuation: how it was spliced."""
+    """For a root: nearest call, index of the first difference, roles, digests; else how the call was spliced."""
     candidates: Count
     """How many earlier calls the summary hash found."""
     reasoning_policy: ReasoningPolicy
@@ -266,7 +266,9 @@ class CallCompleted(_Event):
         edges = [0, *(span.end for span in self.policy_spans)]
         starts = [span.start for span in self.policy_spans]
         if starts != edges[:-1] or edges[-1] != self.sampled_len:
-            raise ValueError(f"policy spans {starts} to {edges[1:]} do not cover {self.sampled_len} sampled tokens in order")
+            raise ValueError(
+                f"policy spans {starts} to {edges[1:]} do not cover {self.sampled_len} sampled tokens in order"
+            )
         return self
 
     @classmethod
@@ -365,4 +367,3 @@ class RowTrained(_Event):
 Event = RolloutOpened | CallAdmitted | CallCompleted | CallEnded | RolloutScored | RowTrained
 AnyEvent: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 """Reads an event back from its fields; an unknown kind fails by name."""
-

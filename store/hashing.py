@@ -22,10 +22,10 @@ HASH_VERSION = 1
 
 
 def canonical_json(value: JsonValue) -> bytes:
-    """The one byte form of a JSON value: keys sorted, no spaces, ASCII escapes, NaN and Infinity refused.
+    r"""The one byte form of a JSON value: keys sorted, no spaces, ASCII escapes, NaN and Infinity refused.
 
     >>> canonical_json({"b": [1, None], "a": "é"})
-    b'{"a":"\\\\u00e9","b":[1,null]}'
+    b'{"a":"\\u00e9","b":[1,null]}'
 
     Raises ValueError for NaN and Infinity, which JSON cannot hold.
     """

@@ -85,7 +85,7 @@ class TransactionId(UserDefinedType[int]):
 
 _BIG = BigInteger().with_variant(Integer(), "sqlite")
 _SMALL = SmallInteger().with_variant(Integer(), "sqlite")
-_REAL = Double().with_variant(REAL(), "sqlite")
+_REAL: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
 
 metadata = MetaData(naming_convention={"pk": "%(table_name)s_pkey"})
 """The tables as both databases have them; `metadata_for` adds what one of them has alone."""

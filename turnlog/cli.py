@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from pydantic import JsonValue
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sqlalchemy import Engine
 
@@ -59,6 +61,23 @@ def _expected() -> tuple[type[Exception], ...]:
     from turnlog.errors import CommandError
 
     return (LogError, EngineError, ReplayError, CommandError)
+
+
+@app.command(epilog="Example: [bold]turnlog demo[/]")
+def demo(
+    url: Db = None,
+    folder: Annotated[Path, typer.Option(help="Where the model and the server's log are kept.")] = Path("demo"),
+) -> None:
+    """Run the whole path on this machine: agent, model server, log, rows, one optimizer step. A few minutes."""
+    from store.database import database_url
+    from turnlog.demo.run import run_demo
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    try:
+        run_demo(url=database_url(url), folder=folder, console=Console(highlight=False))
+    except KeyboardInterrupt:
+        _notes().print("stopped; the model server too")
+        sys.exit(130)
 
 
 @app.command(
@@ -134,6 +153,55 @@ def show(
         Console().print(
             _table(listed, empty="no rollouts yet: start `turnlog serve MODEL`, send calls to /rollouts/ID/v1")
         )
+
+
+@app.command(epilog="Examples: [bold]turnlog rows[/] counts, [bold]turnlog rows --out rows.parquet[/] writes a file.")
+def rows(
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Parquet file to write. Without it: count only.")
+    ] = None,
+    rollout: Annotated[list[str] | None, typer.Option(help="Only this rollout; may be repeated.")] = None,
+    rule: Annotated[
+        Literal["completed", "declared"],
+        typer.Option(help="Which calls count: all that completed, or those that the outcome accepts."),
+    ] = "completed",
+    exclude_role: Annotated[
+        list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
+    ] = None,
+    position: Annotated[
+        str | None, typer.Option(help="As of this position of the log, as an earlier run printed it. Default: now.")
+    ] = None,
+    url: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay the log into training rows, say what was refused and why, and write them to a file."""
+    from replay.export import write_parquet
+    from replay.rowset import build
+    from replay.selection import Selection
+    from replay.source import Position
+    from turnlog.summary import summary, summary_tables
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
+    selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
+    with _open(url) as database, _progress("Building rows") as progress:
+        found = build(
+            database,
+            selection,
+            rollouts=rollout,
+            position=None if position is None else Position.parse(position),
+            progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
+        )
+        if out is not None:
+            progress.update(progress.task_ids[0], description=f"Writing {out}", total=None)
+            write_parquet(found, out)
+    if as_json:
+        _print_json({**summary(found), "out": None if out is None else str(out)})
+        return
+    for table in summary_tables(found):
+        Console().print(table)
+    if out is not None:
+        Console(soft_wrap=True).print(f"wrote {len(found.rows)} rows to {out}")
 
 
 @db.command(epilog="Example: [bold]turnlog db upgrade --db postgresql://user@host/turnlog[/]")
@@ -214,7 +282,8 @@ def _table(rows: Sequence[Mapping[str, JsonValue]], *, empty: str) -> Table | st
         return empty
     table = Table()
     for name, value in rows[0].items():
-        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int | float) else "left")
+        numeric = isinstance(value, int | float)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else escape(_cell(value)) for value in row.values()))
     return table
@@ -235,7 +304,7 @@ def _notes() -> Console:
 
 @contextmanager
 def _progress(what: str) -> Generator[Progress]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_notes(), transient=True) as progress:
         progress.add_task(what, total=None)
         yield progress

@@ -166,7 +166,7 @@ def _headline(rollout: ShownRollout) -> str:
         slot = "" if opened.slot is None else f" slot {opened.slot}"
         parts.append(f"group {escape(opened.group_id)}{slot}")
     if opened.task:
-        parts.append(f"task {escape(opened.task)!r}")
+        parts.append(f"task {escape(repr(opened.task))}")
     parts.append("no outcome yet" if rollout.outcome is None else f"reward {rollout.outcome.reward:.3f}")
     return " · ".join(parts)
 
@@ -179,19 +179,20 @@ def _line(rollout: ShownRollout, call: ShownCall, *, begins: bool) -> str:
     total = call.prompt_tokens + call.sampled_tokens
     tokens = f"stores {call.stored_tokens} of {total} tokens, {call.sampled_tokens} sampled"
     decision = f"continues {rollout.number(call.parent_id)}" if call.parent_id else "root"
-    why = escape(call.reason if call.parent_id else f"{call.reason}{difference(rollout, call)}")
+    why = escape(call.reason if call.parent_id else f"{call.reason}{_difference(rollout, call)}")
     mark = "[green]▶ row begins[/] " if begins else ""
     return f"{mark}[bold]{call.number}[/] {decision} · {why} · [dim]{tokens} · {escape(call.end or '')}[/]"
 
 
-def difference(rollout: ShownRollout, call: ShownCall) -> str:
-    """Where a root's request differs from the nearest earlier call, in words; empty when there was none to compare."""
+def _difference(rollout: ShownRollout, call: ShownCall) -> str:
+    """Where a root parts from the nearest earlier call, in words; empty when there is nothing to compare."""
     evidence = call.evidence or {}
-    if "nearest" not in evidence:
+    nearest, place = evidence.get("nearest_call"), evidence.get("first_difference")
+    if not isinstance(nearest, str) or place is None:
         return ""
-    nearest = evidence["nearest"]
-    number = rollout.number(UUID(nearest)) if isinstance(nearest, str) else None
-    return f" at item {evidence.get('index')} against call {number or nearest}"
+    here, there = evidence.get("role_here"), evidence.get("role_there")
+    roles = f"{here}" if here == there else f"{here or 'nothing'} for {there or 'nothing'}"
+    return f" at item {place} ({roles}) against call {rollout.number(UUID(nearest)) or nearest}"
 
 
 def facts(rollout: ShownRollout) -> dict[str, JsonValue]:

@@ -20,18 +20,26 @@ least one item. `refusal` is text the model wrote, after the content. Fields tha
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
 from pydantic import JsonValue
 
 from engine.errors import BadRequest, EngineError, PromptTooLong, UnknownItem, UnreadableAnswer
-from engine.items import OUTER_SPACE, Answer, Item, Media
+from engine.items import OUTER_SPACE, Answer, Item, Media, MessageRole
 
 Fields = Mapping[str, JsonValue]
 
 _ROLES = "role system, developer, user, assistant or tool"
+_FROM_OUTSIDE: dict[str, MessageRole] = {"system": "system", "developer": "developer", "user": "user"}
+"""Roles of messages that no model writes."""
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    503: "ServiceUnavailableError",
+}
 _PARTS = "parts of type text, refusal, image_url, input_audio, audio_url, video_url or file"
 
 
@@ -83,32 +91,25 @@ def error_body(error: EngineError) -> dict[str, JsonValue]:
     if isinstance(error, PromptTooLong):
         fields |= {"type": "invalid_request_error", "param": error.param, "code": "context_length_exceeded"}
     else:
-        name = HTTPStatus(error.status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
-        fields |= {"type": name, "param": error.param, "code": error.status}
+        fields |= {
+            "type": _ERROR_TYPES.get(error.status, "InternalServerError"),
+            "param": error.param,
+            "code": error.status,
+        }
     return {"error": fields}
-
-
-@dataclass(slots=True)
-class _Text:
-    """Text that arrives in pieces; None until the first."""
-
-    pieces: list[str] = field(default_factory=list)
-
-    def value(self) -> str | None:
-        return "".join(self.pieces) if self.pieces else None
 
 
 @dataclass(slots=True)
 class _Call:
     call_id: str = ""
-    name: _Text = field(default_factory=_Text)
-    arguments: _Text = field(default_factory=_Text)
+    name: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Choice:
-    texts: dict[str, _Text] = field(default_factory=dict)
-    """`content`, `reasoning`, `reasoning_content` and `refusal`, those that came."""
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    """The pieces of `content`, `reasoning`, `reasoning_content` and `refusal`, those that came."""
     calls: dict[int, _Call] = field(default_factory=dict)
     other: dict[str, JsonValue] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -168,7 +169,7 @@ class StreamedResponse:
         delta = _object(fields.get("delta") or {}, f"{where}.delta")
         for name in ("content", "reasoning", "reasoning_content", "refusal"):
             if piece := _text(delta, name, f"{where}.delta"):
-                choice.texts.setdefault(name, _Text()).pieces.append(piece)
+                choice.texts.setdefault(name, []).append(piece)
         for name in _UNKNOWN_OF_ASSISTANT:
             if delta.get(name) is not None:
                 choice.other[name] = delta[name]
@@ -178,18 +179,18 @@ class StreamedResponse:
             call = choice.calls.setdefault(_index(piece_of_call, inner), _Call())
             call.call_id = call.call_id or _text(piece_of_call, "id", inner)
             function = _object(piece_of_call.get("function") or {}, f"{inner}.function")
-            call.name.pieces.append(_text(function, "name", f"{inner}.function"))
-            call.arguments.pieces.append(_text(function, "arguments", f"{inner}.function"))
+            call.name.append(_text(function, "name", f"{inner}.function"))
+            call.arguments.append(_text(function, "arguments", f"{inner}.function"))
 
 
 def _message(choice: _Choice) -> dict[str, JsonValue]:
     message: dict[str, JsonValue] = {"role": "assistant", "content": None, **choice.other}
-    message |= {name: text.value() for name, text in choice.texts.items()}
+    message |= {name: "".join(pieces) for name, pieces in choice.texts.items()}
     calls: list[JsonValue] = [
         {
             "id": call.call_id,
             "type": "function",
-            "function": {"name": call.name.value(), "arguments": call.arguments.value()},
+            "function": {"name": "".join(call.name), "arguments": "".join(call.arguments)},
         }
         for _, call in sorted(choice.calls.items())
     ]
@@ -208,12 +209,15 @@ def _message_items(message: Fields, where: str) -> list[Item]:
     if role == "tool":
         call_id = _text(message, "tool_call_id", where)
         return [Item.tool_result(call_id, _parts(message.get("content"), f"{where}.content"), attributes=attributes)]
-    if role == "system" or role == "user" or role == "developer":
-        if role == "developer":
-            attributes["tools"] = message.get("tools")
-        return [Item.message(role, _parts(message.get("content"), f"{where}.content"), attributes=attributes)]
+    if role == "developer":
+        attributes["tools"] = message.get("tools")
+    known = _FROM_OUTSIDE.get(role) if isinstance(role, str) else None
+    if known is not None:
+        return [Item.message(known, _parts(message.get("content"), f"{where}.content"), attributes=attributes)]
     if not isinstance(role, str) or not role:
-        raise BadRequest(f"{where}.role is {_shown(role)}, every message needs one: send {_ROLES}", param=f"{where}.role")
+        raise BadRequest(
+            f"{where}.role is {_shown(role)}, every message needs one: send {_ROLES}", param=f"{where}.role"
+        )
     raise UnknownItem(role, known=f"a message of {_ROLES}", param=f"{where}.role")
 
 
@@ -337,5 +341,4 @@ def _malformed(value: JsonValue, where: str, rule: str) -> BadRequest:
 
 def _shown(value: JsonValue) -> str:
     """A value short enough for a message; content of a request does not belong there at length."""
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    return "null" if value is None else reprlib.repr(value)

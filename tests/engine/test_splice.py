@@ -9,37 +9,35 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 
-CHATML = """
-{%- if tools %}<|im_start|>system\nTools: {{ tools }}<|im_end|>\n{% endif -%}
-{%- set ns = namespace(last=-1) -%}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
-{%- for m in messages -%}
-<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n
-{%- if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning or '' }}</think>{% endif -%}
-{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments }}</tool_call>{% endfor -%}
-<|im_end|>\n
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}
-"""
-NUMBERED = """
-{%- for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>{{ messages | length + 1 }} assistant\n{% endif -%}
-"""
-COUNTED_AHEAD = """
-{%- for m in messages %}<|im_start|>{{ messages | length }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}
-"""
-PLAIN_TEXT = """
-{%- for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor -%}
-{%- if add_generation_prompt %}assistant:{% endif -%}
-"""
-STRICT_ROLES = """
-{%- for m in messages -%}
-{%- if m.role not in ('user', 'assistant') %}{{ refuse('no role ' ~ m.role) }}{% endif -%}
-<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}
-"""
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools }}<|im_end|>\n{% endif %}"
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning or '' }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NUMBERED = (
+    "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{{ messages | length + 1 }} assistant\n{% endif %}"
+)
+COUNTED_AHEAD = (
+    "{% for m in messages %}<|im_start|>{{ messages | length }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN_TEXT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+STRICT_ROLES = (
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') %}{{ refuse('no role ' ~ m.role) }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "ls"}}]
 QUESTION: list[Message] = [{"role": "user", "content": "What is here?"}]
 CALLS = [
@@ -66,7 +64,7 @@ def render_of(tokenizer: Tokenizer) -> Callable[[str], Render]:
         raise jinja2.TemplateError(why)
 
     def of(template: str) -> Render:
-        compiled = jinja2.Environment().from_string(template)
+        compiled = jinja2.Environment(keep_trailing_newline=True).from_string(template)
 
         async def render(messages: Sequence[Message], *, generation_prompt: bool, tools: bool) -> list[int]:
             try:
@@ -113,7 +111,12 @@ def answered(content: str, new: list[Message], **fields: object) -> list[Message
 )
 @pytest.mark.parametrize("tools", [False, True])
 def test_the_marker_suffix_is_what_the_full_render_writes_after_the_answer(
-    splicer: Splicer, render_of: Callable[[str], Render], tokenizer: Tokenizer, calls: int, new: list[Message], tools: bool
+    splicer: Splicer,
+    render_of: Callable[[str], Render],
+    tokenizer: Tokenizer,
+    calls: int,
+    new: list[Message],
+    tools: bool,
 ) -> None:
     render = render_of(CHATML)
     end = tokenizer.token_to_id("<|im_end|>")

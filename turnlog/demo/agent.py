@@ -43,6 +43,8 @@ TOOL: ChatCompletionToolParam = {
 class Finished:
     """What the agent knows of its rollout at the end."""
 
+    requests: tuple[tuple[dict[str, Any], ...], ...]
+    """The messages of each call, as they were sent."""
     response_ids: tuple[str, ...]
     reward: float
 
@@ -64,6 +66,7 @@ async def run_rollout(
     The base URL of the client says which rollout this is. `on_turn` is called after each answer.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
+    requests: list[tuple[dict[str, Any], ...]] = []
     response_ids: list[str] = []
     letters = characters = 0
     for turn in range(turns):
@@ -78,6 +81,7 @@ async def run_rollout(
             seed=seed + turn,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         )
+        requests.append(tuple(messages))
         message = as_served(answer.choices[0].message)
         text = f"{message.get('reasoning', '')}{message.get('content', '')}"
         letters += sum(map(str.isalpha, text))
@@ -85,7 +89,8 @@ async def run_rollout(
         messages = [*messages, message, *observe(message, text)]
         response_ids.append(answer.id)
         on_turn()
-    return Finished(response_ids=tuple(response_ids), reward=letters / max(characters, 1))
+    reward = letters / max(characters, 1)
+    return Finished(requests=tuple(requests), response_ids=tuple(response_ids), reward=reward)
 
 
 def as_served(message: ChatCompletionMessage) -> dict[str, Any]:

@@ -6,6 +6,7 @@ server and its children are gone when the block is left, however it is left.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,10 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from turnlog.errors import ServerFailed
 
@@ -62,11 +64,22 @@ def model_server(model: Path, *, url: str, log: Path, on_wait: Callable[[str], N
         )
     try:
         _wait_until_ready(process, address, log, on_wait)
-        yield address
-        if process.poll() is not None:
-            raise ServerFailed(f"ended with code {process.returncode} while it was in use", log, tail(log))
+        try:
+            yield address
+        except Exception as error:
+            if process.poll() is None:
+                raise
+            raise ServerFailed(f"ended with code {process.returncode} while it was in use", log, tail(log)) from error
     finally:
         _stop(process)
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send JSON to the server's rollout API and return its answer."""
+    request = Request(url, data=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    with urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
 
 
 def tail(log: Path, lines: int = 15) -> str:
@@ -74,7 +87,9 @@ def tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path, on_wait: Callable[[str], None]) -> None:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], address: str, log: Path, on_wait: Callable[[str], None]
+) -> None:
     give_up = time.monotonic() + READY_SECONDS
     while time.monotonic() < give_up:
         if process.poll() is not None:
@@ -91,14 +106,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path,
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            pass  # the whole group goes next
-    try:
+    with suppress(ProcessLookupError):  # the usual case: nothing is left of its group
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # the usual case: nothing is left of it
     process.wait()
 
 

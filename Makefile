@@ -1,0 +1,33 @@
+# Each target does its own set-up in .venv: about three minutes the first time, nothing after that.
+# The CPU wheels of the model server and the trainer are for Python 3.11; PYTHON names another one.
+PYTHON ?= python3.11
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench
+
+demo: $(READY)
+	$(RUN)/turnlog demo
+
+test: $(READY)
+	$(RUN)/python -m pytest
+
+check: $(READY)
+	$(RUN)/ruff check
+	$(RUN)/ruff format --check
+	$(RUN)/mypy
+	$(RUN)/pyright
+	$(RUN)/lint-imports
+
+bench: $(READY)
+	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN)/python "$$script"; done
+
+# vLLM's CPU wheel asks for torchvision, torchaudio and torchcodec and gets CUDA builds, which fail to import beside the
+# CPU build of torch. It does not need them for text models.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --upgrade pip
+	$(RUN)/python -m pip install --editable '.[cpu,megatron]' --group dev
+	$(RUN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(READY)

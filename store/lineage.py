@@ -1,0 +1,151 @@
+"""Find a call by its summary hash, and walk from it to its root.
+
+Knows parent links and how deltas make a chain; does not decide which call a request continues. Law: the cost of a
+look-up does not depend on the rollout's history, and a chain comes back whole and verified or not at all.
+
+The statements are in `sql/lineage.sql`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import chain
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, TextualSelect, bindparam, text
+
+from store import codec, hashing, schema
+from store.errors import BrokenLink
+from store.events import ItemTrace, token_array
+from store.log import traces
+
+_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCall:
+    """A completed call as a decision sees it."""
+
+    call_id: UUID
+    rollout_id: str
+    parent_id: UUID | None
+    root_id: UUID
+    depth: int
+    sequence: int
+    chain_len: int
+    """Tokens from its root's first to its own last."""
+    hash_version: int
+    summary_hash: bytes
+    chain_hash: bytes
+    reasoning_digest: bytes | None
+    response_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """A completed call with the traces of its whole request and of its answer."""
+
+    call_id: UUID
+    sequence: int
+    render_hash: bytes
+    tools_digest: bytes
+    request: tuple[ItemTrace, ...]
+    answer: tuple[ItemTrace, ...]
+
+
+def find_by_summary(connection: Connection, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
+    """The rollout's completed calls that have one of these summary hashes, in order of sequence: one indexed query."""
+    if not keys:
+        return []
+    found = connection.execute(_FIND_BY_SUMMARY, {"rollout_id": rollout_id, "keys": list(keys)})
+    known = [
+        KnownCall(
+            call_id=row.call_id,
+            rollout_id=row.rollout_id,
+            parent_id=row.parent_id,
+            root_id=row.root_id,
+            depth=row.depth,
+            sequence=row.sequence,
+            chain_len=row.prompt_len + row.sampled_len,
+            hash_version=row.hash_version,
+            summary_hash=row.summary_hash,
+            chain_hash=row.chain_hash,
+            reasoning_digest=row.reasoning_digest,
+            response_id=row.response_id,
+        )
+        for row in found
+    ]
+    return sorted(known, key=lambda call: call.sequence)
+
+
+def chain_tokens(connection: Connection, call_id: UUID) -> npt.NDArray[np.int32]:
+    """[chain_len] every token from the call's root to its own last, lengths and chain hashes verified.
+
+    Raises BrokenLink when the log does not hold the whole chain as it was appended.
+    """
+    chain_hash: bytes | None = None
+    last: UUID | None = None
+    parts: list[npt.NDArray[np.int32]] = []
+    length = 0
+    for row in connection.execute(_CHAIN, {"call_id": call_id}):
+        delta = codec.unpack(row.codec, row.token_ids)
+        chain_hash = hashing.chain_hash(chain_hash, delta)
+        stored = (row.parent_id, row.depth, row.prev_len, row.prompt_len + row.sampled_len, row.chain_hash)
+        if stored != (last, len(parts), length, length + len(delta) // 4, chain_hash):
+            parent_id = None if row.parent_id is None else str(row.parent_id)
+            why = (
+                f"does not fit what the log holds above it: {len(parts)} calls of {length} tokens, the last one {last}"
+            )
+            raise BrokenLink(call_id=str(row.call_id), parent_id=parent_id, why=why)
+        parts.append(token_array(delta))
+        length += len(parts[-1])
+        last = row.call_id
+    if last != call_id:
+        raise BrokenLink(call_id=str(call_id), parent_id=None, why="is not in the log")
+    return np.concatenate(parts)
+
+
+def recent_requests(connection: Connection, rollout_id: str, limit: int = 32) -> list[TracedCall]:
+    """The rollout's latest completed calls with the item traces of their whole requests, newest last."""
+    found = connection.execute(_RECENT_REQUESTS, {"rollout_id": rollout_id, "calls": limit}).all()
+    rows = {row.call_id: row for row in found}
+    whole: dict[UUID | None, tuple[ItemTrace, ...]] = {None: ()}
+    recent: list[TracedCall] = []
+    for row in found:
+        if not row.recent:
+            continue
+        path: list[UUID] = []
+        above: UUID | None = row.call_id
+        while above is not None and above not in whole:
+            path.append(above)
+            above = rows[above].parent_id
+        added = (traces(rows[call_id].request_roles, rows[call_id].request_digests) for call_id in reversed(path))
+        whole[row.call_id] = tuple(chain.from_iterable((whole[above], *added)))
+        recent.append(
+            TracedCall(
+                call_id=row.call_id,
+                sequence=row.sequence,
+                render_hash=row.render_hash,
+                tools_digest=row.tools_digest,
+                request=whole[row.call_id],
+                answer=traces(row.answer_roles, row.answer_digests),
+            )
+        )
+    return recent
+
+
+def _statement(name: str) -> TextualSelect:
+    """One statement of `sql/lineage.sql` by its name; its columns have the types of `model_call`."""
+    _, *named = _NAME.split((files("store") / "sql" / "lineage.sql").read_text(encoding="utf-8"))
+    statement = text(dict(zip(named[::2], named[1::2], strict=True))[name].strip().rstrip(";"))
+    return statement.columns(**{column.name: column.type for column in schema.model_call.c})
+
+
+_FIND_BY_SUMMARY = _statement("find_by_summary").bindparams(bindparam("keys", expanding=True))
+_CHAIN = _statement("chain").bindparams(bindparam("call_id", type_=schema.Id))
+_RECENT_REQUESTS = _statement("recent_requests")

@@ -1,0 +1,288 @@
+"""Append and read in order: the only module that writes events.
+
+Knows tables, how an event becomes a row and back, and what must hold before it may; does not know databases' URLs,
+threads or the model server. Law: an event is appended once, whole and checked: the same event again changes nothing,
+other content under its id is refused, and a call extends its parent token for token.
+
+Nothing here commits. The caller's transaction (`store.database.write`) makes a batch durable or, when an append raises,
+leaves nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection, RowMapping, Select, Table, exc, exists, select, tuple_
+from sqlalchemy.dialects import postgresql, sqlite
+
+from store import codec, hashing, schema
+from store.errors import BrokenLink, EventConflict
+from store.events import (
+    CallAdmitted,
+    CallCompleted,
+    CallEnded,
+    Event,
+    ItemTrace,
+    RolloutOpened,
+    RolloutScored,
+    RowTrained,
+)
+
+_E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, RolloutScored)
+_Key = tuple[Any, ...]
+_BATCH = 500
+"""Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where one kind of event is kept, and the columns that are its id."""
+
+    event: type[Event]
+    table: Table
+    key: tuple[str, ...]
+
+    def key_of(self, event: Event) -> _Key:
+        return tuple(getattr(event, name) for name in self.key)
+
+
+# Ends before completions: on PostgreSQL both take locks, and one order of taking them cannot deadlock.
+_PLACES = (
+    _Place(event=RolloutOpened, table=schema.rollout, key=("rollout_id",)),
+    _Place(event=CallAdmitted, table=schema.call_intent, key=("call_id",)),
+    _Place(event=CallEnded, table=schema.call_end, key=("call_id",)),
+    _Place(event=CallCompleted, table=schema.model_call, key=("call_id",)),
+    _Place(event=RolloutScored, table=schema.rollout_outcome, key=("outcome_id",)),
+    _Place(event=RowTrained, table=schema.trained_row, key=("run", "step", "row_id")),
+)
+
+
+def append(connection: Connection, events: Iterable[Event]) -> None:
+    """Append events in their order, parents before children; what is in the log already with the same content stays.
+
+    A `RolloutOpened` that says nothing but the id (`implicit`) is satisfied by any opening of that rollout.
+
+    Raises EventConflict for an id with other content, or a call that has ended otherwise, and BrokenLink for a call
+    that does not extend its parent. The transaction must then be rolled back.
+    """
+    rest = iter(events)
+    while batch := list(islice(rest, _BATCH)):
+        _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)])
+        for place in _PLACES:
+            mine = [event for event in batch if isinstance(event, place.event)]
+            if mine:
+                _insert(connection, place, mine)
+
+
+def rollout(connection: Connection, rollout_id: str) -> RolloutOpened | None:
+    """How the rollout was opened; None when the log does not know it."""
+    found = _read(connection, RolloutOpened, select(schema.rollout).where(schema.rollout.c.rollout_id == rollout_id))
+    return found[0] if found else None
+
+
+def rollouts(connection: Connection) -> list[RolloutOpened]:
+    """Every rollout, in order of sequence."""
+    return _read(connection, RolloutOpened, select(schema.rollout).order_by(schema.rollout.c.sequence))
+
+
+def calls(connection: Connection, rollout_id: str) -> list[CallCompleted]:
+    """The rollout's completed calls, in order of sequence."""
+    return _read(connection, CallCompleted, _of_rollout(schema.model_call, rollout_id))
+
+
+def intents(connection: Connection, rollout_id: str) -> list[CallAdmitted]:
+    """The rollout's admitted calls, in order of sequence."""
+    return _read(connection, CallAdmitted, _of_rollout(schema.call_intent, rollout_id))
+
+
+def ends(connection: Connection, rollout_id: str) -> list[CallEnded]:
+    """The rollout's calls that ended without an answer, in order of sequence."""
+    return _read(connection, CallEnded, _of_rollout(schema.call_end, rollout_id))
+
+
+def outcomes(connection: Connection, rollout_id: str) -> list[RolloutScored]:
+    """The rollout's outcomes, in order of sequence: the last one counts."""
+    return _read(connection, RolloutScored, _of_rollout(schema.rollout_outcome, rollout_id))
+
+
+def pending(connection: Connection, *, worker: str | None = None) -> list[CallAdmitted]:
+    """Intents with neither a completed call nor an end, of one worker or of all, in order of sequence."""
+    intent = schema.call_intent
+    statement = (
+        select(intent)
+        .where(~exists().where(schema.model_call.c.call_id == intent.c.call_id))
+        .where(~exists().where(schema.call_end.c.call_id == intent.c.call_id))
+        .order_by(intent.c.sequence)
+    )
+    return _read(connection, CallAdmitted, statement if worker is None else statement.where(intent.c.worker == worker))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tip:
+    """What a child must fit."""
+
+    rollout_id: str
+    root_id: UUID
+    depth: int
+    chain_len: int
+    chain_hash: bytes
+
+
+def _check_calls(connection: Connection, batch: Sequence[CallCompleted]) -> None:
+    """Every call's hashes and parent link; a parent may stand earlier in the batch. Reads one narrow row a parent."""
+    tips = _tips(connection, {call.parent_id for call in batch if call.parent_id is not None})
+    for call in batch:
+        if (why := _misfit(call, None if call.parent_id is None else tips.get(call.parent_id))) is not None:
+            parent_id = None if call.parent_id is None else str(call.parent_id)
+            raise BrokenLink(call_id=str(call.call_id), parent_id=parent_id, why=why)
+        tips[call.call_id] = _Tip(
+            rollout_id=call.rollout_id,
+            root_id=call.root_id,
+            depth=call.depth,
+            chain_len=call.chain_len,
+            chain_hash=call.chain_hash,
+        )
+
+
+def _misfit(call: CallCompleted, parent: _Tip | None) -> str | None:
+    """What is wrong with the call on top of this parent; None when all is right."""
+    if call.hash_version != hashing.HASH_VERSION:
+        return f"has hashes of version {call.hash_version}, this release checks version {hashing.HASH_VERSION}"
+    if call.summary_hash != hashing.summary_hash(call.request_hash, call.answer_key):
+        return "has a summary hash that is not that of its request hash and answer key"
+    if call.parent_id is not None:
+        if parent is None:
+            return "is not in the log"
+        if parent.rollout_id != call.rollout_id:
+            return f"is in rollout {parent.rollout_id!r}, the call in {call.rollout_id!r}"
+        if parent.root_id != call.root_id:
+            return f"has root {parent.root_id}, the call {call.root_id}"
+        if parent.depth + 1 != call.depth:
+            return f"has depth {parent.depth}, the call {call.depth}"
+        if parent.chain_len != call.prev_len:
+            return f"has a chain of {parent.chain_len} tokens, the call extends {call.prev_len}"
+    if call.chain_hash != hashing.chain_hash(None if parent is None else parent.chain_hash, call.token_ids):
+        return "does not give its chain hash with the call's tokens" if parent else "has a chain hash not of its tokens"
+    return None
+
+
+def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, _Tip]:
+    call = schema.model_call.c
+    statement = select(
+        call.call_id, call.rollout_id, call.root_id, call.depth, call.prompt_len, call.sampled_len, call.chain_hash
+    ).where(call.call_id.in_(call_ids))
+    return {
+        row.call_id: _Tip(
+            rollout_id=row.rollout_id,
+            root_id=row.root_id,
+            depth=row.depth,
+            chain_len=row.prompt_len + row.sampled_len,
+            chain_hash=row.chain_hash,
+        )
+        for row in connection.execute(statement)
+    }
+
+
+def _insert(connection: Connection, place: _Place, batch: Sequence[Event]) -> None:
+    """Insert what is new. On PostgreSQL another transaction may insert the same id meanwhile: looked at afterwards."""
+    _refuse_second_end(connection, batch)
+    digests = _digests(connection, place, batch)
+    new: list[Event] = []
+    rows: list[dict[str, Any]] = []
+    for event in batch:
+        if not _is_known(place, event, digests):
+            new.append(event)
+            rows.append(_row(event))
+            digests[place.key_of(event)] = rows[-1]["digest"]
+    if not new:
+        return
+    insert = sqlite.insert(place.table) if connection.dialect.name == "sqlite" else postgresql.insert(place.table)
+    try:
+        inserted = connection.execute(insert.on_conflict_do_nothing(), rows).rowcount
+    except exc.IntegrityError as error:  # a trigger refused: it names the rule, the first event stands for the batch
+        why = str(error.orig).splitlines()[0]
+        raise EventConflict(kind=new[0].kind, event_id=_shown(place, new[0]), why=f"was refused ({why})") from error
+    if inserted != len(rows):
+        digests = _digests(connection, place, new)
+        for event in new:
+            if not _is_known(place, event, digests):
+                raise EventConflict(
+                    kind=event.kind, event_id=_shown(place, event), why="uses a writer_seq that its writer used before"
+                )
+
+
+def _is_known(place: _Place, event: Event, digests: Mapping[_Key, bytes]) -> bool:
+    """Whether the log has this very event; raises EventConflict when it has another one under its id."""
+    stored = digests.get(place.key_of(event))
+    if stored is None:
+        return False
+    if stored != event.digest() and not (isinstance(event, RolloutOpened) and event.implicit):
+        raise EventConflict(kind=event.kind, event_id=_shown(place, event))
+    return True
+
+
+def _digests(connection: Connection, place: _Place, batch: Iterable[Event]) -> dict[_Key, bytes]:
+    """Stored digests of those events of the batch whose ids are in the log."""
+    key = [place.table.c[name] for name in place.key]
+    ids = [place.key_of(event) for event in batch]
+    wanted = key[0].in_([value for (value,) in ids]) if len(key) == 1 else tuple_(*key).in_(ids)
+    return {tuple(row[:-1]): row.digest for row in connection.execute(select(*key, place.table.c.digest).where(wanted))}
+
+
+def _refuse_second_end(connection: Connection, batch: Sequence[Event]) -> None:
+    """A call ends once. The triggers hold this rule; here the call is named."""
+    if not isinstance(batch[0], CallCompleted | CallEnded):
+        return
+    other = schema.call_end if isinstance(batch[0], CallCompleted) else schema.model_call
+    ids = [event.call_id for event in batch if isinstance(event, CallCompleted | CallEnded)]
+    ended = connection.scalar(select(other.c.call_id).where(other.c.call_id.in_(ids)).limit(1))
+    if ended is not None:
+        state = "has ended without an answer" if other is schema.call_end else "is completed"
+        raise EventConflict(kind=batch[0].kind, event_id=str(ended), why=f"names a call that {state}")
+
+
+def _shown(place: _Place, event: Event) -> str:
+    return "/".join(str(part) for part in place.key_of(event))
+
+
+def _of_rollout(table: Table, rollout_id: str) -> Select[Any]:
+    return select(table).where(table.c.rollout_id == rollout_id).order_by(table.c.sequence)
+
+
+def _row(event: Event) -> dict[str, Any]:
+    """The event's columns: its fields under their names, arrays packed, traces split into roles and digests."""
+    row = event.model_dump(exclude={"kind", "request_items", "answer_items"})
+    row["digest"] = event.digest()
+    if isinstance(event, CallCompleted | CallEnded):
+        packed = codec.pack(event.token_ids)
+        row |= {"codec": packed.codec, "token_ids": packed.data}
+    if isinstance(event, CallCompleted):
+        for name, items in (("request", event.request_items), ("answer", event.answer_items)):
+            row[f"{name}_roles"] = [item.role for item in items]
+            row[f"{name}_digests"] = b"".join(item.digest for item in items)
+    return row
+
+
+def _read(connection: Connection, kind: Callable[..., _E], statement: Select[Any]) -> list[_E]:
+    return [kind(**_fields(row)) for row in connection.execute(statement).mappings()]
+
+
+def _fields(row: RowMapping) -> dict[str, Any]:
+    """The event's fields again: the reverse of `_row`."""
+    fields: dict[str, Any] = {**row}
+    del fields["sequence"], fields["digest"]
+    if "codec" in fields:
+        fields["token_ids"] = codec.unpack(fields.pop("codec"), fields["token_ids"])
+    if "request_roles" in fields:
+        for name in ("request", "answer"):
+            fields[f"{name}_items"] = traces(fields.pop(f"{name}_roles"), fields.pop(f"{name}_digests"))
+    return fields
+
+
+def traces(roles: Sequence[str], digests: bytes) -> tuple[ItemTrace, ...]:
+    """Item traces from their two columns: the roles, and the digests end to end."""
+    return tuple(ItemTrace(role=role, digest=digests[32 * at : 32 * at + 32]) for at, role in enumerate(roles))

@@ -1,0 +1,124 @@
+"""What stops a server from starting: each refusal names the value and the remedy. Real serving is in test_server.py."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from sqlalchemy import Engine
+
+from engine.errors import EngineMismatch
+from engine.plugin import Plugin, install
+from engine.settings import Settings
+from engine.worker import check
+from store.database import write
+from store.errors import MediaUnavailable, SchemaMismatch
+
+
+class Renderer:
+    tokenizer = SimpleNamespace()
+
+    async def render_chat_async(
+        self, conversations: Any, chat_params: Any, tok_params: Any = None, *, prompt_extras: Any = None,
+        skip_mm_cache: bool = False,
+    ) -> None: ...  # fmt: skip
+
+
+class AnEngine:
+    """The two signatures that turnlog wraps, and the settings it looks at; nothing of it runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.renderer = Renderer()
+        self.model_config = SimpleNamespace(**({"logprobs_mode": "processed_logprobs"} | settings))
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0) -> None: ...
+
+
+def test_an_engine_that_fits_is_accepted() -> None:
+    check(AnEngine())
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_log_probabilities_other_than_those_sampled_from_are_refused_with_the_flag(mode: str) -> None:
+    with pytest.raises(EngineMismatch, match=rf"{mode}.*--logprobs-mode processed_logprobs"):
+        check(AnEngine(logprobs_mode=mode))
+
+
+def test_another_signature_is_refused_by_name() -> None:
+    engine = AnEngine()
+    engine.generate = lambda request: None  # type: ignore[assignment,method-assign]
+    with pytest.raises(EngineMismatch, match=r"engine\.generate.*request.*vllm>=0\.28"):
+        check(engine)
+    engine = AnEngine()
+    engine.renderer.render_chat_async = lambda messages: None  # type: ignore[assignment,method-assign]
+    with pytest.raises(EngineMismatch, match=r"render_chat_async.*messages.*vllm>=0\.28"):
+        check(engine)
+
+
+def test_a_server_without_a_tokenizer_is_refused() -> None:
+    engine = AnEngine()
+    engine.renderer.tokenizer = None  # type: ignore[assignment]
+    with pytest.raises(EngineMismatch, match="--skip-tokenizer-init"):
+        check(engine)
+
+
+def test_the_installed_vllm_has_the_signatures_that_are_wrapped() -> None:
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AnEngine()
+    engine.renderer.render_chat_async = BaseRenderer.render_chat_async.__get__(object())  # type: ignore[method-assign]
+    engine.generate = AsyncLLM.generate.__get__(object())  # type: ignore[method-assign]
+    check(engine)
+
+
+def start(settings: Settings) -> None:
+    asyncio.run(install(FastAPI(), AnEngine(), settings, worker="w"))
+
+
+def test_a_missing_schema_stops_the_start_and_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(SchemaMismatch, match="turnlog db upgrade"):
+        start(Settings(url=f"sqlite:///{tmp_path}/new.db"))
+
+
+def test_a_newer_schema_stops_the_start(sqlite_database: Engine) -> None:
+    with write(sqlite_database) as connection:
+        connection.exec_driver_sql("update alembic_version set version_num = '9999'")
+    with pytest.raises(SchemaMismatch, match="9999"):
+        start(Settings(url=str(sqlite_database.url)))
+
+
+def test_a_place_for_media_that_cannot_be_written_stops_the_start(sqlite_database: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MediaUnavailable, match="TURNLOG_MEDIA"):
+        start(Settings(url=str(sqlite_database.url), media=f"{tmp_path}/file/media"))
+
+
+def test_the_rust_frontend_is_refused(sqlite_database: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(EngineMismatch, match="VLLM_USE_RUST_FRONTEND"):
+        start(Settings(url=str(sqlite_database.url)))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TURNLOG_REASONING", "sometimes"), ("TURNLOG_REQUIRE_OPEN", "perhaps")]
+)
+def test_a_bad_setting_is_named_with_its_value(variable: str, value: str) -> None:
+    with pytest.raises(EngineMismatch, match=rf"{variable}.*{value}"):
+        Settings.from_environment({variable: value})
+
+
+def test_an_unset_or_empty_variable_is_the_default() -> None:
+    assert Settings.from_environment({"TURNLOG_REASONING": "", "OTHER": "x"}) == Settings()
+
+
+def test_the_plug_in_has_the_shape_that_vllm_asks_for() -> None:
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    assert isinstance(Plugin(), EndpointPlugin)
+    app = FastAPI()
+    Plugin().attach_router(app)
+    paths = set(app.openapi()["paths"])
+    assert {"/rollouts", "/rollouts/{rollout_id}", "/rollouts/{rollout_id}/outcome", "/policy_version"} <= paths

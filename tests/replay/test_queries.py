@@ -1,0 +1,45 @@
+import re
+from importlib.resources import files
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from replay.errors import UnknownQuery
+from replay.queries import query
+
+
+def test_parameters_are_spelled_for_the_database() -> None:
+    assert "$max_depth" in query("chain")
+    assert ":max_depth" in query("chain", "sqlalchemy")
+    assert "$max_depth" not in query("chain", "sqlalchemy")
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(UnknownQuery, match="no query is named 'chian': use one of chain"):
+        query("chian")
+
+
+def test_every_query_has_a_name_and_a_sentence() -> None:
+    for file in files("replay").joinpath("sql").iterdir():
+        assert re.match(r"-- name: \w+\n-- [A-Z]", file.read_text()), file.name
+
+
+def test_the_chain_query_places_by_position_even_when_duckdb_may_shuffle() -> None:
+    size, each = 3000, 3
+    ids = [n.to_bytes(16, "big") for n in range(size)]
+    model_call = pa.table(
+        {
+            "call": pa.array(range(size), pa.int32()),
+            "rollout": pa.array([0] * size, pa.int32()),
+            "call_id": pa.array(ids, pa.binary(16)),
+            "parent_id": pa.array([ids[n - 1] if n % each else None for n in range(size)], pa.binary(16)),
+        }
+    )
+    with duckdb.connect(":memory:", config={"preserve_insertion_order": False, "threads": 2}) as engine:
+        engine.register("model_call", model_call)
+        engine.register("selected", model_call.select(["call"]))
+        lines = engine.sql(query("chain"), params={"max_depth": each}).fetchall()
+    assert sorted(lines) == [
+        (tip, at, tip - each + 1 + at) for tip in range(each - 1, size, each) for at in range(each)
+    ]

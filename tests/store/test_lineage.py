@@ -1,0 +1,172 @@
+"""Finding a call and walking to its root: right, by index, and whole or not at all."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+
+from store import lineage, log
+from store.database import read, write
+from store.errors import BrokenLink
+from store.events import token_array, uuid7
+
+
+def append(database: Engine, *events) -> None:
+    with write(database) as connection:
+        log.append(connection, events)
+
+
+def tokens_of(chain) -> list[int]:
+    return [token for call in chain for token in token_array(call.token_ids).tolist()]
+
+
+def test_a_call_is_found_by_its_summary_hash_in_its_own_rollout_only(database, chain_maker):
+    chain = chain_maker()
+    append(database, *chain, *chain_maker(rollout_id="r2"))
+    with read(database) as connection:
+        (found,) = lineage.find_by_summary(connection, "r1", [bytes(32), chain[1].summary_hash, bytes(31) + b"1"])
+        assert lineage.find_by_summary(connection, "r2", [chain[1].summary_hash]) == []
+        assert lineage.find_by_summary(connection, "r1", [bytes(32)]) == []
+        assert lineage.find_by_summary(connection, "r1", []) == []
+    assert found.sequence > 0
+    assert found == lineage.KnownCall(
+        call_id=chain[1].call_id,
+        rollout_id="r1",
+        parent_id=chain[0].call_id,
+        root_id=chain[0].call_id,
+        depth=1,
+        sequence=found.sequence,
+        chain_len=chain[1].chain_len,
+        hash_version=1,
+        summary_hash=chain[1].summary_hash,
+        chain_hash=chain[1].chain_hash,
+        reasoning_digest=chain[1].reasoning_digest,
+        response_id=chain[1].response_id,
+    )
+
+
+def test_every_call_with_the_same_summary_hash_is_found_in_order(database, chain_maker):
+    root, first = chain_maker([(5, 5), (5, 5)])
+    retry = first.model_copy(update={"call_id": uuid7(9, bytes(10)), "writer_seq": 99, "reasoning_digest": None})
+    append(database, root, first, retry)
+    with read(database) as connection:
+        found = lineage.find_by_summary(connection, "r1", [root.summary_hash, first.summary_hash])
+    assert [known.call_id for known in found] == [root.call_id, first.call_id, retry.call_id]
+    assert [known.reasoning_digest for known in found] == [root.reasoning_digest, first.reasoning_digest, None]
+
+
+def test_a_chain_of_2000_calls_comes_back_token_for_token(database, chain_maker):
+    chain = chain_maker([(30, 20)] + [(6, 4)] * 1999)
+    append(database, *chain)
+    with read(database) as connection:
+        assert lineage.chain_tokens(connection, chain[-1].call_id).tolist() == tokens_of(chain)
+        assert lineage.chain_tokens(connection, chain[1000].call_id).tolist() == tokens_of(chain[:1001])
+
+
+def test_each_branch_has_its_own_chain(database, chain_maker):
+    trunk = chain_maker([(20, 10), (8, 5)])
+    left, right = chain_maker([(4, 4), (3, 3)], parent=trunk[1]), chain_maker([(7, 7)], parent=trunk[1])
+    append(database, *trunk, *left, *right)
+    with read(database) as connection:
+        assert lineage.chain_tokens(connection, left[-1].call_id).tolist() == tokens_of([*trunk, *left])
+        assert lineage.chain_tokens(connection, right[-1].call_id).tolist() == tokens_of([*trunk, *right])
+
+
+def test_a_call_that_is_not_in_the_log_has_no_chain(database):
+    with pytest.raises(BrokenLink, match=r"is not in the log"), read(database) as connection:
+        lineage.chain_tokens(connection, UUID(int=1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "delete from model_call where depth = 0",
+        "delete from model_call where depth = 1",
+        "update model_call set parent_id = (select call_id from model_call where depth = 3) where depth = 1",
+        "update model_call set prev_len = 29, prompt_len = prompt_len - 1 where depth = 1",
+        "update model_call set prompt_len = prompt_len + 1 where depth = 1",
+        "update model_call set token_ids = (select token_ids from model_call where depth = 2) where depth = 1",
+        "update model_call set chain_hash = digest where depth = 0",
+        "update model_call set depth = 7 where depth = 3",
+        "update model_call set depth = 2 where depth = 3",
+    ],
+)
+def test_a_chain_that_was_tampered_with_is_refused(database, chain_maker, damage):
+    chain = chain_maker([(20, 10), (8, 5), (8, 5), (8, 5)])
+    append(database, *chain)
+    with write(database) as connection:
+        without_guards(connection)
+        connection.execute(text(damage))
+    with pytest.raises(BrokenLink, match="does not fit what the log holds above it"), read(database) as connection:
+        lineage.chain_tokens(connection, chain[3].call_id)
+
+
+def without_guards(connection: Connection) -> None:
+    """What somebody with enough rights can do to a log, and what reading it must then find."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("alter table model_call disable trigger all"))
+        for check in ("arrays", "parent"):
+            connection.execute(text(f"alter table model_call drop constraint model_call_{check}"))
+    else:
+        connection.execute(text("pragma ignore_check_constraints = on"))
+        connection.execute(text("drop trigger model_call_no_update"))
+        connection.execute(text("drop trigger model_call_no_delete"))
+
+
+def test_recent_requests_are_whole_and_the_newest_comes_last(database, chain_maker):
+    first, second = chain_maker([(5, 5)] * 4), chain_maker([(5, 5)] * 3)
+    fork = chain_maker([(5, 5)], parent=first[1])
+    append(database, *first, *second, *chain_maker(rollout_id="r2"), *fork)
+    with read(database) as connection:
+        recent = lineage.recent_requests(connection, "r1", 5)
+        everything = lineage.recent_requests(connection, "r1")
+        assert lineage.recent_requests(connection, "r3") == []
+    assert [call.call_id for call in recent] == [call.call_id for call in (first[3], *second, fork[0])]
+    assert [call.call_id for call in everything] == [call.call_id for call in (*first, *second, *fork)]
+    made = {call.call_id: call for call in (*first, *second, *fork)}
+    for traced in [*recent, *everything]:
+        assert traced.request == chain_maker.requests[traced.call_id]
+        assert traced.answer == made[traced.call_id].answer_items
+        assert traced.render_hash == made[traced.call_id].render_hash
+        assert traced.tools_digest == made[traced.call_id].tools_digest
+    assert [call.sequence for call in everything] == sorted(call.sequence for call in everything)
+
+
+def statement(name: str) -> str:
+    file = (files("store") / "sql" / "lineage.sql").read_text()
+    found = re.search(rf"^-- name: {name}$(.*?);$", file, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "indexes"),
+    [
+        ("find_by_summary", {"rollout_id": "'r1'", "keys": "(x'61', x'62')"}, {"model_call_summary"}),
+        ("chain", {"call_id": "x'00'"}, {"model_call_id_key"}),
+        ("recent_requests", {"rollout_id": "'r1'", "calls": "32"}, {"model_call_rollout", "model_call_root"}),
+    ],
+)
+def test_hot_statements_go_through_an_index(database, chain_maker, name, values, indexes):
+    append(
+        database,
+        *chain_maker([(5, 5)] * 50),
+        *(call for at in range(500) for call in chain_maker(rollout_id=f"x{at}")),
+    )
+    words = re.sub(r":(\w+)", lambda found: values[found[1]], statement(name))
+    if database.dialect.name == "sqlite":
+        with read(database) as connection:
+            plan = [str(row.detail) for row in connection.exec_driver_sql("explain query plan " + words)]
+        plan = [step.replace("sqlite_autoindex_model_call_1", "model_call_id_key") for step in plan]
+        assert not [step for step in plan if step.startswith("SCAN model_call")], plan
+    else:
+        words = words.replace("x'00'", f"'{UUID(int=0)}'").replace("x'61'", r"'\x61'").replace("x'62'", r"'\x62'")
+        with write(database) as connection:
+            connection.exec_driver_sql("analyze model_call")
+            plan = list(connection.exec_driver_sql("explain " + words).scalars())
+        assert not [step for step in plan if "Seq Scan on model_call" in step], plan
+    assert set(re.findall(r"\bmodel_call_[a-z]\w*", " ".join(plan))) == indexes, plan

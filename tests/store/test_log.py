@@ -1,0 +1,465 @@
+"""The contract of the log, run against every database."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from uuid import UUID
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from sqlalchemy import Engine, select, text
+
+from store import codec, hashing, lineage, log, schema
+from store.database import read, write
+from store.errors import BrokenLink, EventConflict, UnknownCodec
+from store.events import (
+    CallAdmitted,
+    CallCompleted,
+    CallEnded,
+    Event,
+    RolloutOpened,
+    RolloutScored,
+    RowTrained,
+    logprob_bytes,
+    token_array,
+    token_bytes,
+    uuid7,
+)
+
+ONE = uuid7(1, bytes(10))
+TWO = uuid7(2, bytes(10))
+
+
+def opened(**change: object) -> RolloutOpened:
+    fields = {"rollout_id": "r1", "group_id": "g", "slot": 3, "task": "täsk", "harness": "h", "opened_at": 5}
+    return RolloutOpened.model_validate(
+        fields | {"metadata": {"n": 1, "x": 1.0, "s": "\ud800", "big": 10**30}} | change
+    )
+
+
+def admitted(call_id: UUID = ONE, *, worker: str = "w1", rollout_id: str = "r1") -> CallAdmitted:
+    return CallAdmitted(
+        call_id=call_id,
+        rollout_id=rollout_id,
+        decision="root",
+        reason="first_call",
+        parent_id=None,
+        worker=worker,
+        at=7,
+    )
+
+
+def ended(call_id: UUID = ONE, **change: object) -> CallEnded:
+    fields = {"call_id": call_id, "rollout_id": "r1", "state": "abandoned", "reason": "client gone", "at": 9}
+    arrays = {"token_ids": token_bytes(range(100)), "logprobs": logprob_bytes([-0.5] * 100)}
+    return CallEnded.model_validate(fields | arrays | change)
+
+
+def scored(**change: object) -> RolloutScored:
+    fields = {"outcome_id": ONE, "rollout_id": "r1", "reward": 0.1, "accepted": ("a", "b"), "at": 11}
+    json = {"output": [{"role": "assistant"}, None, 1.5], "declared_rewrites": ({"at": 3},)}
+    return RolloutScored.model_validate(fields | json | change)
+
+
+def trained(**change: object) -> RowTrained:
+    fields = {
+        "run": "run",
+        "step": 1,
+        "row_id": "row",
+        "rollout_id": "r1",
+        "tip_call_id": ONE,
+        "selection": "completed",
+    }
+    numbers = {"selection_version": 1, "advantage": -1 / 3, "trainer_policy_version": 4, "at": 13}
+    return RowTrained.model_validate(fields | numbers | change)
+
+
+OTHER_KINDS: list[tuple[Event, Event]] = [
+    (opened(), opened(task="other")),
+    (admitted(), admitted(worker="other")),
+    (ended(), ended(reason="other")),
+    (scored(), scored(reward=0.2)),
+    (trained(), trained(advantage=0.5)),
+]
+"""An event of each kind but the completed call, and another one under its id."""
+
+
+def append(database: Engine, *events: Event) -> None:
+    with write(database) as connection:
+        log.append(connection, events)
+
+
+def stored_calls(database: Engine, rollout_id: str = "r1") -> list[CallCompleted]:
+    with read(database) as connection:
+        return log.calls(connection, rollout_id)
+
+
+def count(database: Engine, table: str) -> int:
+    with read(database) as connection:
+        return len(connection.execute(select(schema.metadata.tables[table].c.sequence)).all())
+
+
+def test_every_kind_of_event_reads_back_as_it_was_appended(database, chain_maker):
+    other = opened(rollout_id="r2", group_id=None, slot=None, task=None, harness=None, metadata={})
+    chain = chain_maker()
+    append(
+        database,
+        opened(),
+        other,
+        admitted(),
+        ended(),
+        *chain,
+        scored(),
+        scored(outcome_id=TWO, accepted=None, output=None),
+    )
+    with read(database) as connection:
+        assert log.rollout(connection, "r1") == opened()
+        assert log.rollout(connection, "r3") is None
+        assert log.rollouts(connection) == [opened(), other]
+        assert log.intents(connection, "r1") == [admitted()]
+        assert log.ends(connection, "r1") == [ended()]
+        assert log.calls(connection, "r1") == chain
+        assert log.calls(connection, "r2") == []
+        assert log.outcomes(connection, "r1") == [scored(), scored(outcome_id=TWO, accepted=None, output=None)]
+
+
+def test_what_reads_back_gives_the_stored_digest(database, chain_maker):
+    append(database, opened(), admitted(), ended(), *chain_maker(), scored())
+    with read(database) as connection:
+        for table, events in (
+            (schema.rollout, log.rollouts(connection)),
+            (schema.call_intent, log.intents(connection, "r1")),
+            (schema.call_end, log.ends(connection, "r1")),
+            (schema.model_call, log.calls(connection, "r1")),
+            (schema.rollout_outcome, log.outcomes(connection, "r1")),
+        ):
+            stored = connection.scalars(select(table.c.digest).order_by(table.c.sequence)).all()
+            assert [event.digest() for event in events] == stored
+            assert stored
+
+
+def test_numbers_and_text_at_their_limits_read_back(database, chain_maker):
+    (call,) = chain_maker([(3, 0)])
+    call = call.model_copy(
+        update={"started_at": 2**63 - 1, "reason": "ünïcödé \U0001f600 ' \" \\ \n %s :x ?", "hints": {"": 1e308}}
+    )
+    append(database, call, scored(reward=5e-324), scored(outcome_id=TWO, reward=-0.0))
+    with read(database) as connection:
+        assert log.calls(connection, "r1") == [call]
+        assert [outcome.digest() for outcome in log.outcomes(connection, "r1")] == [
+            scored(reward=5e-324).digest(),
+            scored(outcome_id=TWO, reward=0.0).digest(),
+        ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "nul\0"},
+        {"task": "half \ud800"},
+        {"slot": 2**63},
+        {"metadata": {"x": float("nan")}},
+        {"rollout_id": "a/b"},
+    ],
+)
+def test_what_a_database_could_not_give_back_is_no_event(change):
+    with pytest.raises(ValidationError):
+        opened(**change)
+
+
+def test_small_arrays_are_raw_and_large_ones_compressed(database, chain_maker):
+    append(database, *chain_maker([(40, 23), (40, 24)]))
+    call = schema.model_call.c
+    with read(database) as connection:
+        stored = connection.execute(select(call.codec, call.token_ids).order_by(call.sequence)).all()
+    assert [row.codec for row in stored] == [codec.RAW, codec.ZSTD]
+    assert [codec.unpack(row.codec, row.token_ids) for row in stored] == [c.token_ids for c in stored_calls(database)]
+
+
+def test_an_unknown_codec_is_named():
+    with pytest.raises(UnknownCodec, match="codec 7"):
+        codec.unpack(7, b"")
+
+
+def test_the_same_events_again_change_nothing(database, chain_maker):
+    events = [*chain_maker(), *(event for event, _ in OTHER_KINDS)]
+    append(database, *events)
+    append(database, *events)
+    append(database, *events, *reversed(events))
+    assert {table: count(database, table) for table in schema.metadata.tables} == {
+        "rollout": 1,
+        "call_intent": 1,
+        "model_call": 3,
+        "call_end": 1,
+        "rollout_outcome": 1,
+        "trained_row": 1,
+    }
+
+
+@pytest.mark.parametrize(("event", "other"), OTHER_KINDS, ids=lambda event: event.kind)
+def test_other_content_under_a_known_id_is_refused_and_nothing_of_its_batch_is_kept(
+    database, chain_maker, event, other
+):
+    append(database, event)
+    chain = chain_maker(rollout_id="r2")
+    with pytest.raises(EventConflict, match="already in the log with other content"):
+        append(database, *chain, other)
+    assert stored_calls(database, "r2") == []
+    with pytest.raises(EventConflict, match=event.kind):
+        append(database, *chain, event, other)
+    assert stored_calls(database, "r2") == []
+
+
+def test_two_contents_under_one_new_id_in_one_batch_are_refused(database):
+    for event, other in OTHER_KINDS:
+        with pytest.raises(EventConflict):
+            append(database, event, other)
+    assert count(database, "rollout") == 0
+
+
+def test_other_content_under_a_known_call_id_is_refused(database, chain_maker):
+    chain = chain_maker()
+    append(database, *chain)
+    with pytest.raises(EventConflict, match=str(chain[1].call_id)) as caught:
+        append(database, chain[1].model_copy(update={"finish_reason": "length"}))
+    assert caught.value.kind == "call_completed"
+    assert stored_calls(database) == chain
+
+
+def test_a_writers_count_is_used_once(database, chain_maker):
+    chain = chain_maker()
+    append(database, *chain)
+    (other,) = chain_maker([(5, 5)], rollout_id="r2")
+    with pytest.raises(EventConflict, match="writer_seq"):
+        append(database, other.model_copy(update={"writer_seq": chain[0].writer_seq}))
+    assert stored_calls(database, "r2") == []
+
+
+def test_an_implicit_opening_is_satisfied_by_any_other(database):
+    append(database, opened(), RolloutOpened(rollout_id="r1", opened_at=99))
+    append(database, RolloutOpened(rollout_id="r1", opened_at=100), RolloutOpened(rollout_id="r2", opened_at=101))
+    append(database, RolloutOpened(rollout_id="r2", opened_at=102))
+    with read(database) as connection:
+        assert log.rollouts(connection) == [opened(), RolloutOpened(rollout_id="r2", opened_at=101)]
+    with pytest.raises(EventConflict):
+        append(database, opened(rollout_id="r2"))
+
+
+def test_implicit_openings_at_the_same_time_open_once(database):
+    failures: list[Exception] = []
+    start = threading.Barrier(4)
+
+    def open_many(worker: int) -> None:
+        start.wait()
+        for number in range(25):
+            try:
+                append(database, RolloutOpened(rollout_id=f"r{number}", opened_at=worker))
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=open_many, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert count(database, "rollout") == 25
+
+
+def test_a_parent_may_stand_earlier_in_the_same_batch_or_in_the_log(database, chain_maker):
+    chain = chain_maker()
+    append(database, *chain[:2])
+    more = chain_maker([(4, 4), (4, 4)], parent=chain[1])
+    append(database, chain[2], *more)
+    assert stored_calls(database) == [*chain, *more]
+
+
+def test_a_batch_longer_than_one_query_asks_for_is_appended_whole(database, chain_maker):
+    chain = chain_maker([(5, 1)] + [(1, 1)] * 1300)
+    append(database, *chain)
+    assert stored_calls(database) == chain
+
+
+def broken(root: CallCompleted, call: CallCompleted, other: CallCompleted) -> list[tuple[str, CallCompleted]]:
+    """Each way in which a call can fail to extend its root, and what is said about it."""
+    of_other = hashing.chain_hash(other.chain_hash, call.token_ids)
+    shifted = call.token_ids[4:] + call.token_ids[:4]
+    changes: list[tuple[str, dict[str, object]]] = [
+        ("is not in the log", {"parent_id": ONE}),
+        ("is in rollout 'r1', the call in 'r2'", {"rollout_id": "r2"}),
+        ("has root", {"root_id": ONE}),
+        ("has depth 0, the call 2", {"depth": 2}),
+        ("has a chain of 30 tokens, the call extends 29", {"prev_len": 29, "prompt_len": call.prompt_len - 1}),
+        ("does not give its chain hash", {"chain_hash": root.chain_hash}),
+        ("does not give its chain hash", {"chain_hash": of_other}),
+        ("does not give its chain hash", {"token_ids": shifted}),
+        ("has a summary hash", {"summary_hash": root.summary_hash}),
+        ("has hashes of version 2", {"hash_version": 2}),
+    ]
+    return [(why, call.model_copy(update=change)) for why, change in changes]
+
+
+def test_a_call_that_does_not_extend_its_parent_is_refused(database, chain_maker):
+    root, call = chain_maker([(20, 10), (8, 5)])
+    (other,) = chain_maker([(20, 10)])
+    for why, damaged in broken(root, call, other):
+        with pytest.raises(BrokenLink, match=why) as caught:
+            append(database, root, damaged)
+        assert caught.value.call_id == str(call.call_id)
+    assert stored_calls(database) == []
+    append(database, root)
+    for why, damaged in broken(root, call, other):
+        with pytest.raises(BrokenLink, match=why):
+            append(database, damaged)
+    append(database, call)
+    assert stored_calls(database) == [root, call]
+
+
+def test_a_child_before_its_parent_is_refused(database, chain_maker):
+    root, call = chain_maker([(20, 10), (8, 5)])
+    with pytest.raises(BrokenLink, match="append a parent before its children"):
+        append(database, call, root)
+    assert stored_calls(database) == []
+
+
+def test_a_root_whose_chain_hash_is_not_of_its_tokens_is_refused(database, chain_maker):
+    (root,) = chain_maker([(20, 10)])
+    with pytest.raises(BrokenLink, match=r"root call .* has a chain hash not of its tokens"):
+        append(database, root.model_copy(update={"chain_hash": bytes(32)}))
+
+
+def test_a_call_ends_once(database, chain_maker):
+    (call,) = chain_maker([(20, 10)])
+    append(database, call, ended(ONE))
+    with pytest.raises(EventConflict, match="names a call that is completed"):
+        append(database, ended(call.call_id))
+    late = chain_maker.call(3, 3, rollout_id="r2", parent=None)
+    late = late.model_copy(update={"call_id": ONE, "root_id": ONE})
+    with pytest.raises(EventConflict, match="names a call that has ended"):
+        append(database, late)
+    both = chain_maker.call(3, 3, rollout_id="r2", parent=None)
+    with pytest.raises(EventConflict, match="names a call that has ended"):
+        append(database, both, ended(both.call_id))
+    assert count(database, "model_call") == 1
+    assert count(database, "call_end") == 1
+
+
+@pytest.mark.postgres
+def test_a_call_ends_once_even_when_both_ends_come_at_the_same_time(postgres_database, chain_maker):
+    (call,) = chain_maker([(20, 10)])
+    outcome: list[Exception | None] = []
+
+    def end() -> None:
+        try:
+            append(postgres_database, ended(call.call_id))
+            outcome.append(None)
+        except EventConflict as error:
+            outcome.append(error)
+
+    late = threading.Thread(target=end)
+    with write(postgres_database) as connection:
+        log.append(connection, [call])
+        late.start()
+        late.join(0.5)
+        assert late.is_alive()  # it waits for this transaction
+    late.join()
+    assert "already completed" in str(outcome[0])
+    assert count(postgres_database, "call_end") == 0
+
+
+@pytest.mark.postgres
+def test_a_duplicate_at_the_same_time_waits_and_is_recognised(postgres_database, chain_maker):
+    (call,) = chain_maker([(20, 10)])
+    outcome: list[Exception | None] = []
+
+    def again(event: CallCompleted) -> None:
+        try:
+            append(postgres_database, event)
+            outcome.append(None)
+        except EventConflict as error:
+            outcome.append(error)
+
+    same = threading.Thread(target=again, args=(call,))
+    other = threading.Thread(target=again, args=(call.model_copy(update={"reason": "other"}),))
+    with write(postgres_database) as connection:
+        log.append(connection, [call])
+        same.start()
+        other.start()
+        same.join(0.5)
+    same.join()
+    other.join()
+    assert sorted(type(error).__name__ for error in outcome) == ["EventConflict", "NoneType"]
+    assert stored_calls(postgres_database) == [call]
+
+
+def test_pending_are_the_intents_with_neither_a_call_nor_an_end(database, chain_maker):
+    (call,) = chain_maker([(20, 10)])
+    three, four = uuid7(3, bytes(10)), uuid7(4, bytes(10))
+    append(database, admitted(call.call_id), admitted(ONE), admitted(TWO), admitted(three, worker="w2"), admitted(four))
+    append(database, call, ended(ONE))
+    with read(database) as connection:
+        assert log.pending(connection) == [admitted(TWO), admitted(three, worker="w2"), admitted(four)]
+        assert log.pending(connection, worker="w1") == [admitted(TWO), admitted(four)]
+        assert log.pending(connection, worker="w3") == []
+
+
+def test_sequences_follow_the_order_of_append(database, chain_maker):
+    append(database, *chain_maker([(5, 5)]), *chain_maker([(5, 5)], rollout_id="r2"), *chain_maker([(5, 5)]))
+    with read(database) as connection:
+        rows = connection.execute(text("select sequence, writer_seq from model_call order by sequence")).all()
+    assert [row.writer_seq for row in rows] == [0, 1, 2]
+    assert all(row.sequence > 0 for row in rows)
+
+
+shapes = st.lists(st.tuples(st.integers(-1, 30), st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=12)
+"""Trees of calls: the place of each call's parent (modulo the calls before it; -1: none) and its two lengths."""
+
+
+def tree(chain_maker, shape: Sequence[tuple[int, int, int]], rollout_id: str) -> list[CallCompleted]:
+    made: list[CallCompleted] = []
+    for parent, interstitial, sampled in shape:
+        above = made[parent % len(made)] if made and parent >= 0 else None
+        made.append(chain_maker.call(interstitial, sampled, rollout_id=rollout_id, parent=above))
+    return made
+
+
+def chain_of(call: CallCompleted, calls: Sequence[CallCompleted]) -> list[int]:
+    by_id = {known.call_id: known for known in calls}
+    before = [] if call.parent_id is None else chain_of(by_id[call.parent_id], calls)
+    return before + token_array(call.token_ids).tolist()
+
+
+# The log only grows, and every example makes rollouts of its own.
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, cut=st.integers(0, 12))
+def test_append_then_replay_gives_the_tokens_back(database, chain_maker, shape, cut):
+    rollout_id = f"r{chain_maker.made}"
+    calls = tree(chain_maker, shape, rollout_id)
+    append(database, *calls[:cut])
+    append(database, *calls[cut:])
+    assert stored_calls(database, rollout_id) == calls
+    with read(database) as connection:
+        for call in calls:
+            assert lineage.chain_tokens(connection, call.call_id).tolist() == chain_of(call, calls)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes, other_shape=shapes, order=st.lists(st.booleans(), max_size=24))
+def test_the_order_in_which_independent_rollouts_are_appended_changes_nothing(
+    database, chain_maker, shape, other_shape, order
+):
+    a, b = f"a{chain_maker.made}", f"b{chain_maker.made}"
+    one, two = tree(chain_maker, shape, a), tree(chain_maker, other_shape, b)
+    left, right = list(one), list(two)
+    for first in order:
+        if waiting := left if first else right:
+            append(database, waiting.pop(0))
+    append(database, *right, *left)
+    assert stored_calls(database, a) == one
+    assert stored_calls(database, b) == two
+    with read(database) as connection:
+        for call in (one[-1], two[-1]):
+            assert lineage.chain_tokens(connection, call.call_id).tolist() == chain_of(call, [*one, *two])
