@@ -80,6 +80,7 @@ class Admission:
     items: tuple[Item, ...]
     decision: Root | Continuation
     policy: ReasoningPolicy
+    request_hash: bytes
     render_hash: bytes
     tools_digest: bytes
     parent_chain: Tokens | None
@@ -158,8 +159,6 @@ def completed(
         if not np.array_equal(head, admission.parent_chain):
             raise CaptureFailed("the prompt does not start with the parent's tokens: refuse to store it")
     delta = token_bytes([*admission.prompt_ids[admission.prev_len :], *sampled.token_ids])
-    digests = [item.digest for item in admission.items]
-    request = hashing.request_hash(admission.render_hash, digests)
     key = answer_key(answer.items)
     call_id = admission.call_ids[answer.index]
     return CallCompleted.model_validate(
@@ -174,8 +173,8 @@ def completed(
             "evidence": dict(decision.evidence),
             "candidates": decision.candidates,
             "reasoning_policy": admission.policy,
-            "summary_hash": hashing.summary_hash(request, key),
-            "request_hash": request,
+            "summary_hash": hashing.summary_hash(admission.request_hash, key),
+            "request_hash": admission.request_hash,
             "answer_key": key,
             "render_hash": admission.render_hash,
             "tools_digest": admission.tools_digest,

@@ -159,14 +159,13 @@ def choose(
         return Root(reason=reason, evidence=evidence, candidates=len(found))
     parent = _preferred(allowed)
     flags: tuple[Flag, ...] = ("reasoning_dropped",) if parent in dropped else ()
-    evidence = {"flags": [*flags]} if flags else {}
     return Continuation(
         parent=parent,
         start=keys.starts[parent.summary_hash],
         suffix=suffix,
         candidates=len(found),
         flags=flags,
-        evidence=evidence,
+        evidence={"flags": [*flags]},
     )
 
 
@@ -205,7 +204,7 @@ def explain(items: Sequence[Item], render_hash: bytes, tools_digest: bytes, rece
     here = traces(items)
     compared = [_compare(here, render_hash, tools_digest, call) for call in recent]
     repeated = [other for other in compared if other.is_repeated_by(items)]
-    others = [other for other in compared if other not in repeated]
+    others = [other for other in compared if not other.is_repeated_by(items)]
     nearest = max(others or compared, key=_Compared.nearness)
     if not others or not any(item.model_authored for item in items):
         root = Root(reason="fresh_context", evidence=nearest.evidence(here))

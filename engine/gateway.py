@@ -112,11 +112,11 @@ class Gateway:
     def _call(self, rollout_id: str, body: bytes) -> Call:
         try:
             fields = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"the request body is not JSON ({error}): send a JSON object") from None
         if not isinstance(fields, dict):
             raise BadRequest(f"the request body is a JSON {type(fields).__name__}, not an object: send a JSON object")
-        request = cast(Fields, fields)
+        request = cast("Fields", fields)
         if request.get("use_beam_search"):
             raise BadRequest("use_beam_search is true, beams are not sampled: leave it out in a rollout")
         return Call(
@@ -215,7 +215,7 @@ class _Answer:
                 await self._finish_stream(stream)
                 return
             if payload:
-                stream.feed(cast(Fields, json.loads(payload)))
+                stream.feed(cast("Fields", json.loads(payload)))
             if stream.completed or stream.failed is not None:
                 self._held += event
             else:
@@ -290,7 +290,7 @@ def _response_of(body: bytes) -> Fields:
     fields = json.loads(body) if body else None
     if not isinstance(fields, dict):
         raise UnreadableAnswer(f"the server answered {body[:80]!r}, which is no chat completion: see the server's log")
-    return cast(Fields, fields)
+    return cast("Fields", fields)
 
 
 def _message_of(body: bytes) -> str:

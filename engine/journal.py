@@ -1,7 +1,7 @@
 """The log as the event loop of a model server sees it: nothing here blocks, and nothing is lost when it is busy.
 
 Knows how to look up, append and remember recent chains; does not know requests, vLLM or HTTP. Law: `append` returns
-only after the events are durable. What the database refuses becomes `LogDown`, so that a caller has one thing to answer.
+only after the events are durable. What the database refuses becomes `LogDown`, so that callers answer one thing.
 """
 
 from __future__ import annotations

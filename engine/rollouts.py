@@ -34,10 +34,10 @@ class Service:
 
 def service(request: Request) -> Service:
     """The running service, after the caller has shown an API key if the server asks for one."""
-    found = cast(Service, request.app.state.turnlog)
+    found = cast("Service", request.app.state.turnlog)
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     shown = hashlib.sha256(token.encode()).digest() if scheme.lower() == "bearer" else b""
-    if found.tokens and not any([secrets.compare_digest(shown, known) for known in found.tokens]):
+    if found.tokens and not any(secrets.compare_digest(shown, known) for known in found.tokens):
         raise HTTPException(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
     return found
 

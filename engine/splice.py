@@ -1,4 +1,4 @@
-"""The suffix of a prompt without its history, and the proof that a template allows it.
+r"""The suffix of a prompt without its history, and the proof that a template allows it.
 
 Knows messages, token ids and a way to render; does not know vLLM, the log or how a parent was found. Law: a suffix is
 used only when it is proven for this template, these options and this shape of messages to be, token for token, what a
@@ -12,8 +12,8 @@ render up to that turn must confirm. If that fails too the call cannot be splice
 The end of a turn is found, not assumed: two conversations that differ only in their last assistant text end in the
 same tokens, the first of which must be a special token (`<|im_end|>` for ChatML). A worked case, ChatML ids named:
 
-    parent's chain   ... <|im_start|> assistant \\n  Sure <|im_end|>
-    suffix                                                     \\n <|im_start|> user \\n  Go on <|im_end|> \\n ...
+    parent's chain   ... <|im_start|> assistant \n  Sure <|im_end|>
+    suffix                                                     \n <|im_start|> user \n  Go on <|im_end|> \n ...
 
 A model that stopped without its end-of-turn (length, stop string) gets it as the suffix's first token.
 """
@@ -257,7 +257,7 @@ def _tool_call(call_id: str, name: str) -> Message:
 
 
 def _tool_calls(answer: Message) -> list[Message]:
-    """The answer's tool calls with empty arguments: a tool result may render its call's id or name, never its arguments."""
+    """The answer's tool calls, arguments left out: a result may render its call's id or name, never its arguments."""
     calls = answer.get("tool_calls") or ()
     found: list[Message] = []
     for call in calls if isinstance(calls, Sequence) else ():

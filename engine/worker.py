@@ -26,8 +26,9 @@ from vllm.renderers.params import ChatParams
 from engine import decide
 from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
-from engine.decide import Continuation, Root
+from engine.decide import Continuation, Keys, Root
 from engine.errors import EngineError, EngineMismatch, PromptTooLong
+from engine.items import Item
 from engine.journal import Journal
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 from store import hashing
@@ -58,6 +59,7 @@ class _Rendering:
     tools_digest: bytes
     suffix_hash: bytes
     """The render hash without tools: what a proof about suffixes is remembered under."""
+    keys: Keys
 
     @property
     def tools(self) -> bool:
@@ -91,7 +93,7 @@ class Worker:
         params = ChatParams(
             chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": False}
         )
-        rendering = self._rendering(params, None, {}, model=None)
+        rendering = self._rendering(params, None, {}, items=(), model=None)
         paths = await self._splicer.probe(self._render_of(rendering), options=rendering.suffix_hash)
         self._engine.renderer.render_chat_async = self._rendered
         self._engine.generate = self._generated
@@ -111,7 +113,7 @@ class Worker:
         call = CURRENT.get()
         if call is None or call.admission is not None or len(conversations) != 1:
             return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
-        rendering = self._rendering(chat_params, tok_params, options, model=call.body.get("model"))
+        rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.body.get("model"))
         try:
             decision = await self._decide(call, rendering)
             if isinstance(decision, Continuation):
@@ -140,9 +142,9 @@ class Worker:
         return rendered, [prompt]
 
     async def _decide(self, call: Call, rendering: _Rendering) -> Root | Continuation:
-        keys = decide.candidate_keys(call.items, rendering.render_hash)
-        hits = await self._journal.look_up(call.rollout_id, list(keys.starts)) if keys.starts else []
-        found = decide.choose(call.items, keys, hits, self._reasoning)
+        starts = rendering.keys.starts
+        hits = await self._journal.look_up(call.rollout_id, list(starts)) if starts else []
+        found = decide.choose(call.items, rendering.keys, hits, self._reasoning)
         if found is None:
             recent = await self._journal.recent(call.rollout_id)
             return decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent)
@@ -155,9 +157,7 @@ class Worker:
             )
         return found
 
-    async def _suffix(
-        self, rendering: _Rendering, conversation: list[Any], chain: Tokens
-    ) -> Suffix | CannotSplice:
+    async def _suffix(self, rendering: _Rendering, conversation: list[Any], chain: Tokens) -> Suffix | CannotSplice:
         if getattr(rendering.tok_params, "truncate_prompt_tokens", None) is not None:
             return CannotSplice(why="truncate_prompt_tokens")
         return await self._splicer.suffix(
@@ -197,6 +197,7 @@ class Worker:
             items=call.items,
             decision=decision,
             policy=self._reasoning,
+            request_hash=rendering.keys.request_hash,
             render_hash=rendering.render_hash,
             tools_digest=rendering.tools_digest,
             parent_chain=chain,
@@ -215,7 +216,7 @@ class Worker:
         return prompt
 
     def _rendering(
-        self, chat_params: Any, tok_params: Any, options: Mapping[str, Any], *, model: JsonValue
+        self, chat_params: Any, tok_params: Any, options: Mapping[str, Any], *, items: Sequence[Item], model: JsonValue
     ) -> _Rendering:
         kwargs = {key: value for key, value in chat_params.chat_template_kwargs.items() if key != "tools"}
         tools = _without_cache_control(chat_params.chat_template_kwargs.get("tools"))
@@ -228,11 +229,13 @@ class Worker:
             "media": _plain_json(chat_params.media_io_kwargs),
             "processor": _plain_json(chat_params.mm_processor_kwargs),
         }
+        render_hash = hashing.render_hash({**shaped, "tools": tools})
         return _Rendering(
             chat_params=chat_params,
             tok_params=tok_params,
             options=options,
-            render_hash=hashing.render_hash({**shaped, "tools": tools}),
+            render_hash=render_hash,
+            keys=decide.candidate_keys(items, render_hash),
             tools_digest=hashing.tagged_digest("tools", hashing.canonical_json(tools)),
             suffix_hash=hashing.render_hash(shaped),
         )

@@ -6,7 +6,9 @@
     ├── UnknownRollout      a filter names a rollout that the log does not hold
     ├── BadPosition         a text is not a position
     ├── PositionAhead       the log has not reached the position asked for
+    ├── FileUnwritable      an export's file cannot be written
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
+    ├── NothingToTrain      a training step without one trained token
     └── TrainerSetup        the trainer is configured so that a step would not be what turnlog promises
 
 What is wrong with recorded data is not an error but a counted `replay.chain.Refusal`: the other rollouts go on.
@@ -69,12 +71,27 @@ class PositionAhead(ReplayError):
         )
 
 
+class FileUnwritable(ReplayError):
+    """The file of an export cannot be written."""
+
+    def __init__(self, file: str, cause: str) -> None:
+        self.file = file
+        super().__init__(f"{file!r} cannot be written ({cause}): name a file in a folder that exists and takes writes")
+
+
 class PlanMismatch(ReplayError):
     """Two values that must come from the same rows do not."""
 
     def __init__(self, what: str, why: str) -> None:
         self.what = what
         super().__init__(f"{what} {why}: build plan, packs and advantages from the same rows")
+
+
+class NothingToTrain(ReplayError):
+    """No rank's packs train a token."""
+
+    def __init__(self) -> None:
+        super().__init__("the packs of all ranks train no token: plan a step over rows that fit the token budget")
 
 
 class TrainerSetup(ReplayError):

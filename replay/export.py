@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from replay.errors import FileUnwritable
 from replay.row import Row
 from replay.rowset import RowSet
 from store import hashing
@@ -37,7 +38,7 @@ _ROWS_AT_ONCE = 1000
 
 
 def write_parquet(found: RowSet, file: Path) -> None:
-    """Write the rows to `file`, aside first and then renamed over it."""
+    """Write the rows to `file`, aside first and then renamed over it. Raises FileUnwritable."""
     facts = {
         "turnlog.position": str(found.position),
         "turnlog.selection": hashing.canonical_json(found.selection.as_json()).decode(),
@@ -52,6 +53,8 @@ def write_parquet(found: RowSet, file: Path) -> None:
                 arrays = [pa.array(columns[field.name], field.type) for field in schema]
                 writer.write_table(pa.table(arrays, schema=schema))
         aside.replace(file)
+    except OSError as error:
+        raise FileUnwritable(str(file), error.strerror or str(error)) from error
     finally:
         aside.unlink(missing_ok=True)
 

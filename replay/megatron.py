@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from replay.errors import PlanMismatch, TrainerSetup
+from replay.errors import NothingToTrain, TrainerSetup
 from replay.pack import Pack
 
 
@@ -160,7 +160,7 @@ def accumulate(model: torch.nn.Module, packs: Sequence[Pack], *, clip: Clip) -> 
     torch.distributed.all_reduce(counts, group=group)
     tokens = int(counts[0])
     if tokens == 0:
-        raise PlanMismatch("the step", "trains no token on any rank")
+        raise NothingToTrain
     if config.finalize_model_grads_func is None:
         config.finalize_model_grads_func = finalize_model_grads
     kept = get_forward_backward_func()(

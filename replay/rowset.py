@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from uuid import UUID
 
 from sqlalchemy import Engine
 
 from replay import chain, row, source, walk
 from replay.advantage import Score
-from replay.call import Rollout
-from replay.chain import Refusal, Refusals
+from replay.call import Payload, Rollout
+from replay.chain import Chain, Path, Refusal, Refusals
 from replay.row import Row
 from replay.selection import NotSelectable, Selected, Selection, select
 from replay.source import Position
@@ -81,36 +82,28 @@ def build(
         else:
             source.require_reached(connection, position)
         recorded = source.rollouts(connection, position, rollouts)
-        chosen: dict[str, Selected] = {}
-        refused: list[Refusal] = []
+        selected = {each.rollout_id: select(selection, each) for each in recorded}
+        counted = [answer for answer in selected.values() if isinstance(answer, Selected)]
+        paths = walk.paths(recorded, {call_id for answer in counted for call_id in answer.call_ids})
         rows: list[Row] = []
-        left_out: Counter[str] = Counter()
-        for each in recorded:
-            answer = select(selection, each)
-            if isinstance(answer, NotSelectable):
-                refused.append(_not_selectable(each, answer))
-            else:
-                chosen[each.rollout_id] = answer
-                left_out.update(answer.left_out)
-        paths = walk.paths(recorded, {call_id for selected in chosen.values() for call_id in selected.call_ids})
+        refused: list[Refusal] = []
         done = 0
         for batch in source.batches(recorded, tokens=_TOKENS_AT_ONCE):
-            on_paths = {call.call_id for each in batch for path in paths.get(each.rollout_id, ()) for call in path}
-            payloads = source.payloads(connection, [each.rollout_id for each in batch], on_paths)
+            wanted = {call.call_id for each in batch for path in paths.get(each.rollout_id, ()) for call in path}
+            payloads = source.payloads(connection, [each.rollout_id for each in batch], wanted)
             for each in batch:
-                if (selected := chosen.get(each.rollout_id)) is not None:
-                    checked = chain.check(each, selected.call_ids, paths.get(each.rollout_id, ()), payloads)
-                    if isinstance(checked, Refusal):
-                        refused.append(checked)
-                    else:
-                        rows.extend(row.build(each, checked, payloads))
+                chains = _chains(each, selected[each.rollout_id], paths.get(each.rollout_id, ()), payloads)
+                if isinstance(chains, Refusal):
+                    refused.append(chains)
+                else:
+                    rows += row.build(each, chains, payloads)
             done += len(batch)
             if progress is not None:
                 progress(done, len(recorded))
     return RowSet(
         rows=tuple(rows),
         refusals=Refusals(tuple(refused)),
-        left_out=dict(left_out),
+        left_out=sum((Counter(answer.left_out) for answer in counted), Counter()),
         scores=tuple(
             Score(rollout_id=each.rollout_id, group_id=each.group_id, reward=each.reward)
             for each in recorded
@@ -122,10 +115,10 @@ def build(
     )
 
 
-def _not_selectable(rollout: Rollout, why: NotSelectable) -> Refusal:
-    return Refusal(
-        rollout_id=rollout.rollout_id,
-        call_id=None,
-        reason=why.reason,
-        detail=f"rollout {rollout.rollout_id}: {why.detail}",
-    )
+def _chains(
+    rollout: Rollout, answer: Selected | NotSelectable, paths: Sequence[Path], payloads: Mapping[UUID, Payload]
+) -> tuple[Chain, ...] | Refusal:
+    if isinstance(answer, NotSelectable):
+        detail = f"rollout {rollout.rollout_id}: {answer.detail}"
+        return Refusal(rollout_id=rollout.rollout_id, call_id=None, reason=answer.reason, detail=detail)
+    return chain.check(rollout, answer.call_ids, paths, payloads)

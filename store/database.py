@@ -93,8 +93,9 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
         try:
             connection.execute("pragma journal_mode = wal")
             break
-        except sqlite3.OperationalError:  # processes that open a new file at once: this lock is not waited for
-            if time.monotonic() > give_up:
+        except sqlite3.OperationalError as error:
+            # Processes that open a new file at once: SQLite does not wait for this lock by itself.
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
                 raise
             time.sleep(0.01)
     connection.execute("pragma synchronous = full")  # an acknowledged event survives a power cut

@@ -32,6 +32,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     Uuid,
+    and_,
     func,
 )
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
@@ -127,9 +128,6 @@ call_intent = Table(
     CheckConstraint("length(digest) = 32", name="call_intent_digest"),
     CheckConstraint("decision in ('root', 'continuation')", name="call_intent_decision"),
     CheckConstraint("(parent_id is null) = (decision = 'root')", name="call_intent_parent"),
-    CheckConstraint(
-        "length(call_id) = 16 and (parent_id is null or length(parent_id) = 16)", name="call_intent_ids"
-    ).ddl_if(dialect="sqlite"),
     Index("call_intent_rollout", "rollout_id", "sequence"),
     sqlite_strict=True,
 )
@@ -186,7 +184,7 @@ model_call = Table(
     CheckConstraint(
         "length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32"
         " and length(render_hash) = 32 and length(tools_digest) = 32 and length(chain_hash) = 32"
-        " and (reasoning_digest is null or length(reasoning_digest) = 32)",
+        " and length(reasoning_digest) = 32",
         name="model_call_digests",
     ),
     CheckConstraint("decision in ('root', 'continuation')", name="model_call_decision"),
@@ -205,11 +203,6 @@ model_call = Table(
         name="model_call_arrays",
     ),
     CheckConstraint("length(request_digests) % 32 = 0 and length(answer_digests) % 32 = 0", name="model_call_items"),
-    CheckConstraint(
-        "length(call_id) = 16 and length(root_id) = 16 and length(writer_id) = 16"
-        " and (parent_id is null or length(parent_id) = 16)",
-        name="model_call_ids",
-    ).ddl_if(dialect="sqlite"),
     Index("model_call_rollout", "rollout_id", "sequence"),
     Index("model_call_summary", "rollout_id", "summary_hash"),
     Index("model_call_parent", "parent_id"),
@@ -234,7 +227,6 @@ call_end = Table(
     CheckConstraint("sequence > 0", name="call_end_sequence"),
     CheckConstraint("length(digest) = 32", name="call_end_digest"),
     CheckConstraint("state in ('failed', 'refused', 'abandoned', 'lost')", name="call_end_state"),
-    CheckConstraint("length(call_id) = 16", name="call_end_ids").ddl_if(dialect="sqlite"),
     Index("call_end_rollout", "rollout_id", "sequence"),
     sqlite_strict=True,
 )
@@ -255,7 +247,6 @@ rollout_outcome = Table(
     UniqueConstraint("outcome_id", name="rollout_outcome_id_key"),
     CheckConstraint("sequence > 0", name="rollout_outcome_sequence"),
     CheckConstraint("length(digest) = 32", name="rollout_outcome_digest"),
-    CheckConstraint("length(outcome_id) = 16", name="rollout_outcome_ids").ddl_if(dialect="sqlite"),
     Index("rollout_outcome_rollout", "rollout_id", "sequence"),
     sqlite_strict=True,
 )
@@ -278,22 +269,27 @@ trained_row = Table(
     UniqueConstraint("run", "step", "row_id", name="trained_row_id_key"),
     CheckConstraint("sequence > 0", name="trained_row_sequence"),
     CheckConstraint("length(digest) = 32", name="trained_row_digest"),
-    CheckConstraint("length(tip_call_id) = 16", name="trained_row_ids").ddl_if(dialect="sqlite"),
     Index("trained_row_rollout", "rollout_id", "sequence"),
     sqlite_strict=True,
 )
 
 
 def metadata_for(dialect: str) -> MetaData:
-    """The tables as one database has them: on PostgreSQL, `model_call` also says which transaction wrote a row."""
-    if dialect != "postgresql":
-        return metadata
+    """The tables as one database has them.
+
+    On PostgreSQL, `model_call` also says which transaction wrote a row; SQLite must be told how long an id is.
+    """
     copied = MetaData(naming_convention=metadata.naming_convention)
     for table in metadata.sorted_tables:
-        table.to_metadata(copied)
-    call = copied.tables[model_call.name]
-    call.append_column(Column("txid", TransactionId, nullable=False, server_default=func.pg_current_xact_id()))
-    Index("model_call_tail", call.c.txid, call.c.sequence)
+        copy = table.to_metadata(copied)
+        if dialect == "sqlite" and (ids := [column for column in copy.c if isinstance(column.type, Id)]):
+            copy.append_constraint(
+                CheckConstraint(and_(*(func.length(each) == 16 for each in ids)), f"{table.name}_ids")
+            )
+    if dialect == "postgresql":
+        call = copied.tables[model_call.name]
+        call.append_column(Column("txid", TransactionId, nullable=False, server_default=func.pg_current_xact_id()))
+        Index("model_call_tail", call.c.txid, call.c.sequence)
     return copied
 
 

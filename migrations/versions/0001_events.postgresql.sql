@@ -91,7 +91,7 @@ create table model_call (
   constraint model_call_digests check (
     length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32
     and length(render_hash) = 32 and length(tools_digest) = 32 and length(chain_hash) = 32
-    and (reasoning_digest is null or length(reasoning_digest) = 32)
+    and length(reasoning_digest) = 32
   ),
   constraint model_call_decision check (decision in ('root', 'continuation')),
   constraint model_call_parent check (

@@ -37,7 +37,7 @@ create table call_intent (
   constraint call_intent_digest check (length(digest) = 32),
   constraint call_intent_decision check (decision in ('root', 'continuation')),
   constraint call_intent_parent check ((parent_id is null) = (decision = 'root')),
-  constraint call_intent_ids check (length(call_id) = 16 and (parent_id is null or length(parent_id) = 16))
+  constraint call_intent_ids check (length(call_id) = 16 and length(parent_id) = 16)
 ) strict;
 create index call_intent_rollout on call_intent (rollout_id, sequence);
 
@@ -92,7 +92,7 @@ create table model_call (
   constraint model_call_digests check (
     length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32
     and length(render_hash) = 32 and length(tools_digest) = 32 and length(chain_hash) = 32
-    and (reasoning_digest is null or length(reasoning_digest) = 32)
+    and length(reasoning_digest) = 32
   ),
   constraint model_call_decision check (decision in ('root', 'continuation')),
   constraint model_call_parent check (
@@ -108,8 +108,7 @@ create table model_call (
   ),
   constraint model_call_items check (length(request_digests) % 32 = 0 and length(answer_digests) % 32 = 0),
   constraint model_call_ids check (
-    length(call_id) = 16 and length(root_id) = 16 and length(writer_id) = 16
-    and (parent_id is null or length(parent_id) = 16)
+    length(call_id) = 16 and length(parent_id) = 16 and length(root_id) = 16 and length(writer_id) = 16
   )
 ) strict;
 create index model_call_rollout on model_call (rollout_id, sequence);

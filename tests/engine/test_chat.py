@@ -117,6 +117,7 @@ def test_wire_forms_of_one_thing_are_the_same_items(one: dict[str, Any], other: 
         (assistant(content="x", reasoning="r"), assistant(content="x")),
         (assistant(content="x", reasoning="r"), assistant(content="x", reasoning="r", reasoning_content="s")),
         (assistant(content="", name="bot"), assistant(content="")),
+        (assistant(tool_calls=[tool_call()], name="bot"), assistant(tool_calls=[tool_call()])),
         (assistant(content="x"), assistant(content="x ")),
         (assistant(tool_calls=[tool_call("c1")]), assistant(tool_calls=[tool_call("c2")])),
         (
@@ -332,6 +333,7 @@ def test_a_stream_is_complete_when_every_choice_has_finished() -> None:
     stream.feed({"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "stop"}]})
     assert not stream.completed
     stream.feed({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "length"}]})
+    stream.feed({"choices": [{"index": 0, "delta": {}, "finish_reason": None}]})
     assert stream.completed
     assert [(answer.index, answer.finish_reason) for answer in answers(stream.response())] == [
         (0, "length"),

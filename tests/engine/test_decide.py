@@ -313,6 +313,15 @@ def test_among_hits_those_with_edited_reasoning_are_dropped_first() -> None:
     assert parent(log.decide([SYSTEM, TASK, calls(1), gives(1)])) == 2
 
 
+def test_a_root_names_the_call_whose_reasoning_was_dropped_not_one_whose_reasoning_was_edited() -> None:
+    log = Log()
+    log.serve([SYSTEM, thinks("one")], thinks("two"), says("a"))
+    log.serve([SYSTEM], thinks("three"), says("a"))
+    decision = log.decide([SYSTEM, thinks("one"), says("a"), asks("Go on.")])
+    evidence = root(decision, "reasoning_dropped")
+    assert (decision.candidates, evidence["nearest_sequence"], evidence["first_difference"]) == (2, 1, 2)
+
+
 def test_reasoning_left_out_of_an_older_item_is_an_edit_whatever_the_policy() -> None:
     log = Log(policy="restore")
     log.serve([SYSTEM, TASK], thinks("one"), calls(1))
@@ -406,6 +415,28 @@ def test_the_nearest_call_is_the_own_conversation_not_one_that_shares_the_new_sy
     assert (evidence["nearest_sequence"], evidence["first_difference"]) == (3, 0)
 
 
+def test_every_round_rewritten_in_its_place_is_an_edit() -> None:
+    rounds = [item for i in (1, 2, 3) for item in (calls(i, '{"hidden": true}'), gives(i, "[hidden]"))]
+    evidence = root(grown(4).decide([SYSTEM, TASK, *rounds, calls(4), gives(4)]), "item_edited")
+    assert (evidence["first_difference"], evidence["items_new"], evidence["items_gone"]) == (2, 6, 6)
+
+
+def test_of_two_ways_to_go_on_alike_the_edit_in_place_is_told() -> None:
+    log = Log()
+    log.serve([SYSTEM, asks("Do it."), says("Ok."), asks("Go on."), says("Sure."), asks("And then?")], calls(1))
+    request = [SYSTEM, asks("Go on."), says("Ok."), asks("Go further."), says("Sure."), asks("And then?"), calls(1)]
+    evidence = root(log.decide([*request, gives(1)]), "item_edited")
+    assert (evidence["first_difference"], evidence["items_new"], evidence["items_gone"]) == (1, 1, 1)
+
+
+def test_the_shortest_way_to_go_on_alike_is_told() -> None:
+    log = Log()
+    log.serve([SYSTEM, asks("Do it."), asks("Go on."), says("Ok."), asks("Go on."), says("Sure."), TASK], calls(1))
+    request = [SYSTEM, asks("Go on."), says("Ok."), asks("Go on."), says("Sure."), TASK, calls(1), gives(1)]
+    evidence = root(log.decide(request), "item_removed")
+    assert (evidence["first_difference"], evidence["items_gone"]) == (1, 1)
+
+
 def test_dropped_rounds_are_items_removed() -> None:
     request = [*history(1)[:2], *history(5)[6:]]
     evidence = root(grown(5).decide(request), "item_removed")
@@ -465,6 +496,21 @@ def test_changed_options_are_named_when_the_items_and_tools_go_on() -> None:
     assert (evidence["same_tools"], evidence["same_options"]) == (True, False)
 
 
+def test_of_two_equally_near_calls_the_one_with_the_same_options_is_compared() -> None:
+    log = grown(2)
+    log.serve(history(1), says("other"), render=b"r2", tools=b"t2")
+    log.known.pop()
+    evidence = root(log.decide([*history(1), says("edited"), asks("Go on.")]), "answer_edited")
+    assert evidence["nearest_sequence"] == 2
+
+
+def test_the_same_request_with_other_tools_is_no_repeat() -> None:
+    log = Log()
+    log.serve(history(2), says("Done."))
+    assert "repeats_call" not in root(log.decide(history(2), render=b"r2", tools=b"t2"), "tools_changed")
+    assert root(log.decide(history(2)), "fresh_context")["repeats_call"] == str(UUID(int=1))
+
+
 def test_edited_items_come_before_changed_tools() -> None:
     request = history(3)
     request[3] = gives(1, "[hidden]")
@@ -477,6 +523,7 @@ def test_edited_items_come_before_changed_tools() -> None:
         ([SYSTEM, asks("Summary."), *history(6)[-2:]], 1, 11),
         ([SYSTEM, asks("What did we do?"), says("We counted."), asks("Go on.")], 3, 12),
         ([Item.message("system", ["New."]), asks("Summary."), says("Ok."), asks("Go on.")], 4, 13),
+        ([SYSTEM, *[asks("Old prompt.")] * 10, says("Summary."), asks("Go on.")], 12, 12),
     ],
 )
 def test_a_compaction_is_a_replaced_context(request_items: list[Item], new: int, gone: int) -> None:

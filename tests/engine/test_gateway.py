@@ -1,4 +1,4 @@
-"""The gateway around a small ASGI application: the log is real, the model behind it is not what these tests are about."""
+"""The gateway around a small ASGI application: the log is real, the model is not what these tests are about."""
 
 import asyncio
 import json
@@ -25,7 +25,10 @@ ANSWER = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
 }  # fmt: skip
 DELTAS = [
-    {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+    {
+        "id": "chatcmpl-1",
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
+    },
     {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": None}]},
     {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
 ]
@@ -42,7 +45,8 @@ def journal(sqlite_database: Engine) -> Iterator[Journal]:
 def admission(call: Call) -> Admission:
     return Admission(
         rollout_id=call.rollout_id, call_ids=(call.journal.new_id(),), dialect="chat", model="m", items=call.items,
-        decision=Root(reason="first_call"), policy="strict", render_hash=b"r" * 32, tools_digest=b"t" * 32,
+        decision=Root(reason="first_call"), policy="strict", request_hash=b"q" * 32,
+        render_hash=b"r" * 32, tools_digest=b"t" * 32,
         parent_chain=None, prompt_ids=[1, 2, 3], worker="w", started_at=call.started_at,
     )  # fmt: skip
 
@@ -119,7 +123,10 @@ def test_a_stream_cut_into_odd_pieces_is_the_same_stream(journal: Journal) -> No
 
         await stream(scope, receive, in_pieces)
 
-    assert ask(Gateway(odd, journal=journal)).content == ask(Gateway(stream, journal=journal), "/rollouts/s/v1/chat/completions").content
+    assert (
+        ask(Gateway(odd, journal=journal)).content
+        == ask(Gateway(stream, journal=journal), "/rollouts/s/v1/chat/completions").content
+    )
 
 
 @pytest.mark.parametrize("app", [plain, stream])

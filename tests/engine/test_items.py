@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.items import (
@@ -172,6 +172,7 @@ def test_splitting_text_into_parts_changes_nothing_and_other_text_does(parts: li
 
 
 @few
+@example("\ud800", "\udc00")
 @given(any_text, any_text)
 def test_lone_surrogates_have_digests_everywhere(one: str, other: str) -> None:
     items = [
@@ -214,6 +215,7 @@ def test_media_of_other_bytes_kind_or_url_differs() -> None:
 def test_a_data_uri_that_cannot_be_decoded_counts_by_its_text() -> None:
     assert Media.from_url("image", "data:image/png;base64,A") == Media.from_url("image", "data:image/png;base64,A")
     assert Media.from_url("image", "data:image/png;base64,A") != Media.from_url("image", "data:image/png;base64,B")
+    assert Media.from_base64("image", "AA!!!!") != Media.from_base64("image", "AA")
     assert Media.from_url("image", "data:nothing") != Media.from_url("image", "data:other")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, UnprocessableEntityError
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from store import log
 from store.database import read
@@ -32,6 +32,11 @@ TOOL = {
         },
     },
 }
+
+
+def hello(**fields: Any) -> dict[str, Any]:
+    """A small request, without thinking."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **SILENT, **fields}
 
 
 def client_of(server: Any, rollout: str) -> OpenAI:
@@ -113,13 +118,18 @@ def test_every_continuation_of_20_turns_begins_with_its_parents_whole_chain(
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"logprobs": True, "top_logprobs": 2}, {"tools": [TOOL]}, {"n": 2}, {"stop": ["e"]}, {"return_token_ids": True}],
+    [
+        {},
+        {"logprobs": True, "top_logprobs": 2},
+        {"tools": [TOOL]},
+        {"n": 2},
+        {"stop": ["e"]},
+        {"return_token_ids": True},
+    ],
     ids=["plain", "logprobs", "tools", "two choices", "stop", "token ids"],
 )
 def test_the_answer_is_the_one_that_stock_vllm_gives(server: Any, extra: dict[str, Any]) -> None:
-    body = {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "seed": 7, **SILENT, **extra,
-    }  # fmt: skip
+    body = hello(max_tokens=16, seed=7, **extra)
     stock = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60)
     name = f"same-{'-'.join(extra) or 'plain'}"
     ours = httpx.post(f"{server.address}/rollouts/{name}/v1/chat/completions", json=body, timeout=60)
@@ -178,13 +188,8 @@ def test_a_tool_call_and_its_results_continue_exactly(server: Any) -> None:
         assert "tool_calls" in message, message
         for call in message["tool_calls"]:
             function = call["function"]
-            try:  # a harness writes arguments in its own spacing
-                function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=1)
-            except ValueError:
-                pass
-        results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "a word"} for call in message["tool_calls"]
-        ]
+            function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=1)  # a harness's own spacing
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "a word"} for call in message["tool_calls"]]
         messages = [*messages, message, *results]
     assert [call.decision for call in calls_of(server, "tools")] == ["root", "continuation", "continuation"]
 
@@ -213,9 +218,15 @@ def test_a_harness_that_drops_reasoning_begins_rows_and_the_server_names_the_fla
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=turn)
         message = answer.choices[0].message
         messages = [*messages, {"role": "assistant", "content": message.content or ""}, messages[0]]
-    assert [call.reason for call in calls_of(server, "forgetful")] == ["first_call", "reasoning_dropped", "item_edited"] or [
-        call.reason for call in calls_of(server, "forgetful")
-    ] == ["first_call", "reasoning_dropped", "reasoning_dropped"]
+    assert [call.reason for call in calls_of(server, "forgetful")] == [
+        "first_call",
+        "reasoning_dropped",
+        "item_edited",
+    ] or [call.reason for call in calls_of(server, "forgetful")] == [
+        "first_call",
+        "reasoning_dropped",
+        "reasoning_dropped",
+    ]
     said = server.log.read_text()
     assert said.count("rollout forgetful: its harness does not send reasoning back") == 1
     assert "--reasoning restore" in said
@@ -223,10 +234,7 @@ def test_a_harness_that_drops_reasoning_begins_rows_and_the_server_names_the_fla
 
 def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> None:
     """While another process holds the write lock the text flows, but what would complete the answer does not."""
-    body = {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 400, "stream": True, **SILENT,
-        "ignore_eos": True,
-    }  # fmt: skip
+    body = hello(max_tokens=400, stream=True, ignore_eos=True)
     url = f"{server.address}/rollouts/durable/v1/chat/completions"
     released = 0.0
     lines: list[tuple[float, str]] = []
@@ -254,10 +262,7 @@ def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> No
 
 
 def test_a_client_that_leaves_mid_stream_leaves_an_abandoned_call_and_a_free_engine(server: Any) -> None:
-    body = {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000, "stream": True, **SILENT,
-        "ignore_eos": True,
-    }  # fmt: skip
+    body = hello(max_tokens=4000, stream=True, ignore_eos=True)
     url = f"{server.address}/rollouts/left/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         for count, line in enumerate(response.iter_lines()):
@@ -284,14 +289,22 @@ def test_a_client_that_leaves_mid_stream_leaves_an_abandoned_call_and_a_free_eng
 
 
 def test_a_client_that_leaves_a_plain_call_leaves_an_abandoned_call(server: Any) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6000, "ignore_eos": True, **SILENT}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 6000,
+        "ignore_eos": True,
+        **SILENT,
+    }
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.address}/rollouts/left-plain/v1/chat/completions", json=body, timeout=2)
     (end,) = ends_of(server, "left-plain")
     assert (end.state, calls_of(server, "left-plain")) == ("abandoned", [])
 
 
-@pytest.mark.parametrize("body", [b"{not json", b"[1]", b'{"messages": 3}', b'{"messages": [{"role": "judge"}]}'])
+@pytest.mark.parametrize(
+    "body", [b"{not json", b"[1]", b'{"messages": 3}', b'{"messages": [{"role": "judge"}]}', b"[" * 9999]
+)
 def test_a_request_that_cannot_be_read_is_400_in_the_dialects_shape(server: Any, body: bytes) -> None:
     url = f"{server.address}/rollouts/unreadable/v1/chat/completions"
     answer = httpx.post(url, content=body, headers={"content-type": "application/json"})
@@ -346,7 +359,7 @@ def test_a_prompt_too_long_is_the_dialects_own_error_and_is_logged_as_refused(se
 
 
 def test_the_header_names_the_rollout_too_and_other_traffic_is_not_captured(server: Any) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **SILENT}
+    body = hello(max_tokens=4)
     url = f"{server.address}/v1/chat/completions"
     with read(server.database) as connection:
         before = len(log.rollouts(connection))
@@ -434,15 +447,17 @@ def test_a_log_that_cannot_be_written_stops_a_call_before_it_costs_a_token(serve
 
 
 def test_kill_9_in_mid_stream_leaves_the_intent_and_no_half_event(server: Any) -> None:
-    body = {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6000, "stream": True, **SILENT,
-        "ignore_eos": True,
-    }  # fmt: skip
+    body = hello(max_tokens=6000, stream=True, ignore_eos=True)
     url = f"{server.address}/rollouts/killed/v1/chat/completions"
-    with pytest.raises(httpx.RemoteProtocolError), httpx.stream("POST", url, json=body, timeout=60) as response:
-        for count, _ in enumerate(response.iter_lines()):
-            if count == 20:
-                server.kill()
+
+    def kill_while_it_streams() -> None:
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            for count, _ in enumerate(response.iter_lines()):
+                if count == 20:
+                    server.kill()
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        kill_while_it_streams()
     with read(server.database) as connection:
         (pending,) = log.pending(connection, worker=server.worker)
         assert pending.rollout_id == "killed"

@@ -16,7 +16,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning or '' }}</think>{% endif %}"
     "{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments }}</tool_call>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.name }}{{ c.function.arguments }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

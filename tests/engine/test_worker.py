@@ -1,16 +1,22 @@
 """What stops a server from starting: each refusal names the value and the remedy. Real serving is in test_server.py."""
 
 import asyncio
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from sqlalchemy import Engine
 
 from engine.errors import EngineMismatch
+from engine.gateway import Gateway
+from engine.journal import Journal
 from engine.plugin import Plugin, install
+from engine.rollouts import Service, router
 from engine.settings import Settings
 from engine.worker import check
 from store.database import write
@@ -122,3 +128,25 @@ def test_the_plug_in_has_the_shape_that_vllm_asks_for() -> None:
     Plugin().attach_router(app)
     paths = set(app.openapi()["paths"])
     assert {"/rollouts", "/rollouts/{rollout_id}", "/rollouts/{rollout_id}/outcome", "/policy_version"} <= paths
+
+
+def test_an_api_key_guards_rollouts_as_it_guards_the_stock_paths(sqlite_database: Engine) -> None:
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("served")(scope, receive, send)
+
+    async def ask(path: str, key: str) -> int:
+        transport = httpx.ASGITransport(app=gateway)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.get(path, headers={"authorization": f"Bearer {key}"})).status_code
+
+    journal = Journal(sqlite_database, worker="w")
+    gateway = Gateway(AuthenticationMiddleware(served, tokens=["right"]), journal=journal)
+    assert [asyncio.run(ask("/rollouts/r/v1/models", key)) for key in ("wrong", "right")] == [401, 200]
+    app = FastAPI()
+    app.include_router(router)
+    app.state.turnlog = Service(journal=journal, worker=None, tokens=(hashlib.sha256(b"right").digest(),))  # type: ignore[arg-type]
+    gateway = Gateway(app, journal=journal)
+    assert [asyncio.run(ask("/rollouts/r", key)) for key in ("wrong", "right")] == [401, 404]
+    journal.close()

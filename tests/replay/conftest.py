@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -97,12 +96,6 @@ def fresh_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
                 leftover.unlink()
 
     return fresh
-
-
-@pytest.fixture
-def histories() -> list[Path]:
-    """Recorded histories, with the rows that they must give for ever."""
-    return sorted((Path(__file__).parents[1] / "histories").glob("*.json"))
 
 
 def _call(number: int, call: CallCompleted) -> Call:

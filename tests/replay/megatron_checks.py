@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from replay.advantage import advantages
-from replay.errors import PlanMismatch, TrainerSetup
+from replay.errors import NothingToTrain, TrainerSetup
 from replay.megatron import Clip, accumulate, micro_batches, token_logprobs, train_step
 from replay.pack import Pack, pack, packs
 from replay.plan import plan
@@ -256,7 +256,7 @@ def refusals(folder: Path, found: RowSet) -> dict[str, object]:
     messages: dict[str, object] = {}
     try:
         train_step(model, optimizer, [pack([], {})])
-    except PlanMismatch as error:
+    except NothingToTrain as error:
         messages["no_token"] = str(error)
     model.module.config.calculate_per_token_loss = False
     try:

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def test_a_rollout_has_one_score() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8), st.randoms())
-def test_order_changes_nothing_and_advantages_balance(rewards: list[float], random) -> None:
+def test_order_changes_nothing_and_advantages_balance(rewards: list[float], random: Random) -> None:
     scores = [*group(*rewards), *group(1, 2, of="h")]
     plain = advantages(scores)
     shuffled = scores.copy()

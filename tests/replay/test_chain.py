@@ -13,6 +13,8 @@ from replay.call import Call, Payload, Rollout
 from replay.chain import Chain, Refusal, Refusals, check
 from store.events import PolicySpan
 
+Branched = tuple[Rollout, dict[UUID, Payload]]
+
 
 def checked(
     rollout: Rollout, payloads: dict[UUID, Payload], without: tuple[int, ...] = ()
@@ -36,29 +38,31 @@ def reason(answer: tuple[Chain, ...] | Refusal) -> tuple[str, int]:
 
 
 @pytest.fixture
-def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[..., Any]) -> tuple[Rollout, Any]:
+def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[..., Any]) -> Branched:
     """Call 1, continued by 2 and by 3; 3 continued by 4."""
     rollout, payloads = recorded(grow(chain_maker, [None, 0, 0, 2]))
     return rollout, payloads
 
 
-def test_a_shared_call_trains_in_the_first_chain(branched) -> None:
+def test_a_shared_call_trains_in_the_first_chain(branched: Branched) -> None:
     chains = checked(*branched)
     assert not isinstance(chains, Refusal)
     assert [[call.number for call in chain.calls] for chain in chains] == [[1, 2], [1, 3, 4]]
     assert [chain.trained for chain in chains] == [(True, True), (False, True, True)]
 
 
-def test_a_parent_that_is_not_selected_refuses(branched) -> None:
+def test_a_parent_that_is_not_selected_refuses(branched: Branched) -> None:
     assert reason(checked(*branched, without=(3,))) == ("parent_not_selected", 3)
 
 
-def test_a_parent_that_is_missing_refuses(branched) -> None:
+def test_a_parent_that_is_missing_refuses(branched: Branched) -> None:
     rollout, payloads = branched
     assert reason(checked(dataclasses.replace(rollout, calls=rollout.calls[1:]), payloads)) == ("parent_missing", 2)
 
 
-def test_a_parent_in_another_rollout_is_missing(branched, grow, make_chain_maker, recorded) -> None:
+def test_a_parent_in_another_rollout_is_missing(
+    branched: Branched, grow: Any, make_chain_maker: Any, recorded: Any
+) -> None:
     rollout, payloads = branched
     other, other_payloads = recorded(grow(make_chain_maker(1), [None], rollout_id="r2"))
     rollout = tampered(rollout, 2, parent_id=other.calls[0].call_id)
@@ -68,7 +72,7 @@ def test_a_parent_in_another_rollout_is_missing(branched, grow, make_chain_maker
     assert reason(answer) == ("parent_missing", 2)
 
 
-def test_links_in_a_circle_refuse(branched) -> None:
+def test_links_in_a_circle_refuse(branched: Branched) -> None:
     rollout, payloads = branched
     circle = tampered(rollout, 1, parent_id=rollout.calls[3].call_id)
     assert checked(circle, payloads).reason == "parent_cycle"
@@ -78,23 +82,23 @@ def test_links_in_a_circle_refuse(branched) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"depth": 2}, {"root_id": UUID(int=1)}])
-def test_a_depth_or_root_that_the_links_deny_refuses(branched, changes) -> None:
+def test_a_depth_or_root_that_the_links_deny_refuses(branched: Branched, changes: dict[str, Any]) -> None:
     rollout, payloads = branched
     assert reason(checked(tampered(rollout, 3, **changes), payloads)) == ("root_mismatch", 3)
 
 
 @pytest.mark.parametrize("change", [{"prev_len": 1}, {"prompt_len": 1}])
-def test_a_prefix_of_the_wrong_length_refuses(branched, change) -> None:
+def test_a_prefix_of_the_wrong_length_refuses(branched: Branched, change: dict[str, int]) -> None:
     rollout, payloads = branched
     assert reason(checked(tampered(rollout, 3, **change), payloads)) == ("length_mismatch", 3)
 
 
-def test_a_root_without_a_prompt_refuses(grow, chain_maker, recorded) -> None:
+def test_a_root_without_a_prompt_refuses(grow: Any, chain_maker: Any, recorded: Any) -> None:
     rollout, payloads = recorded(grow(chain_maker, [None], lengths=[(0, 4)]))
     assert reason(checked(rollout, payloads)) == ("empty_prompt", 1)
 
 
-def test_media_that_the_log_does_not_hold_refuse(branched) -> None:
+def test_media_that_the_log_does_not_hold_refuse(branched: Branched) -> None:
     rollout, payloads = branched
     assert reason(checked(tampered(rollout, 4, media_count=1), payloads)) == ("media_not_captured", 4)
 
@@ -103,19 +107,19 @@ def damage(payloads: dict[UUID, Payload], call: Call, **arrays: Any) -> dict[UUI
     return {**payloads, call.call_id: dataclasses.replace(payloads[call.call_id], **arrays)}
 
 
-def test_one_changed_token_refuses(branched) -> None:
+def test_one_changed_token_refuses(branched: Branched) -> None:
     rollout, payloads = branched
     tokens = payloads[rollout.calls[2].call_id].token_ids.copy()
     tokens[-1] += 1
     assert reason(checked(rollout, damage(payloads, rollout.calls[2], token_ids=tokens))) == ("chain_hash_mismatch", 3)
 
 
-def test_a_changed_chain_hash_refuses(branched) -> None:
+def test_a_changed_chain_hash_refuses(branched: Branched) -> None:
     rollout, payloads = branched
     assert reason(checked(tampered(rollout, 1, chain_hash=bytes(32)), payloads)) == ("chain_hash_mismatch", 1)
 
 
-def test_arrays_of_the_wrong_length_refuse(branched) -> None:
+def test_arrays_of_the_wrong_length_refuse(branched: Branched) -> None:
     rollout, payloads = branched
     second = rollout.calls[1]
     short = payloads[second.call_id].logprobs[:-1]
@@ -123,7 +127,7 @@ def test_arrays_of_the_wrong_length_refuse(branched) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_logprob_that_is_not_finite_refuses(branched, value) -> None:
+def test_a_logprob_that_is_not_finite_refuses(branched: Branched, value: float) -> None:
     rollout, payloads = branched
     logprobs = payloads[rollout.calls[3].call_id].logprobs.copy()
     logprobs[1] = value
@@ -135,19 +139,19 @@ def test_a_logprob_that_is_not_finite_refuses(branched, value) -> None:
     [(), ((0, 3),), ((0, 2), (3, 4)), ((0, 3), (2, 4))],
     ids=["none", "short", "hole", "overlap"],
 )
-def test_policy_spans_that_do_not_cover_refuse(branched, spans) -> None:
+def test_policy_spans_that_do_not_cover_refuse(branched: Branched, spans: tuple[tuple[int, int], ...]) -> None:
     rollout, payloads = branched
     assert rollout.calls[1].sampled_len == 4
     changed = tuple(PolicySpan(start=start, end=end, policy_version=1) for start, end in spans)
     assert reason(checked(tampered(rollout, 2, policy_spans=changed), payloads)) == ("policy_spans", 2)
 
 
-def test_hashes_of_another_version_refuse(branched) -> None:
+def test_hashes_of_another_version_refuse(branched: Branched) -> None:
     rollout, payloads = branched
     assert reason(checked(tampered(rollout, 1, hash_version=99), payloads)) == ("hash_version", 1)
 
 
-def test_a_chain_that_trains_nothing_refuses(grow, chain_maker, recorded) -> None:
+def test_a_chain_that_trains_nothing_refuses(grow: Any, chain_maker: Any, recorded: Any) -> None:
     lengths = [(5, 3), (4, 2), (4, 0)]
     rollout, payloads = recorded(grow(chain_maker, [None, 0, 0], lengths=lengths))
     assert reason(checked(rollout, payloads)) == ("nothing_trained", 3)

@@ -90,7 +90,7 @@ def test_one_step_moves_every_weight_once(figures: dict[str, Any]) -> None:
 
 
 def test_what_would_break_the_promise_is_refused(figures: dict[str, Any]) -> None:
-    assert figures["no_token"].startswith("the step trains no token on any rank")
+    assert figures["no_token"].startswith("the packs of all ranks train no token")
     assert figures["per_token_loss"].startswith("calculate_per_token_loss is False: set it to True")
 
 

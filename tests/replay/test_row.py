@@ -52,7 +52,7 @@ def test_a_forest_gives_one_row_per_tip_and_trains_each_sampled_token_once(
     assert len(set(trained)) == len(trained) == sum(call.sampled_len for call in calls)
 
 
-def test_a_row_is_the_deltas_end_to_end(grow, chain_maker, recorded) -> None:
+def test_a_row_is_the_deltas_end_to_end(grow: Any, chain_maker: Any, recorded: Any) -> None:
     root, child = grow(chain_maker, [None, 0], lengths=[(2, 2), (3, 4)])
     rollout, payloads = recorded([root, child])
     (built,) = rows_of(rollout, payloads)
@@ -70,7 +70,9 @@ def test_a_row_is_the_deltas_end_to_end(grow, chain_maker, recorded) -> None:
     ]
 
 
-def test_a_shared_call_keeps_its_logprobs_in_the_row_where_it_does_not_train(grow, chain_maker, recorded) -> None:
+def test_a_shared_call_keeps_its_logprobs_in_the_row_where_it_does_not_train(
+    grow: Any, chain_maker: Any, recorded: Any
+) -> None:
     first, second = rows_of(*recorded(grow(chain_maker, [None, 0, 0], lengths=[(2, 2), (1, 1), (1, 1)])))
     assert first.loss_mask.tolist() == [False, False, True, True, False, True]
     assert second.loss_mask.tolist() == [False, False, False, False, False, True]
@@ -78,7 +80,7 @@ def test_a_shared_call_keeps_its_logprobs_in_the_row_where_it_does_not_train(gro
     assert second.policy_versions[:4].tolist() == [-1, -1, 1, 2]
 
 
-def test_the_row_id_follows_the_content_and_not_the_reward(grow, chain_maker, recorded) -> None:
+def test_the_row_id_follows_the_content_and_not_the_reward(grow: Any, chain_maker: Any, recorded: Any) -> None:
     calls = grow(chain_maker, [None, 0])
     (before,) = rows_of(*recorded(calls))
     (after,) = rows_of(*recorded(calls, reward=1.0))
@@ -87,7 +89,7 @@ def test_the_row_id_follows_the_content_and_not_the_reward(grow, chain_maker, re
     assert shorter.row_id != before.row_id
 
 
-def test_the_digest_sees_every_byte(grow, chain_maker, recorded) -> None:
+def test_the_digest_sees_every_byte(grow: Any, chain_maker: Any, recorded: Any) -> None:
     rows = rows_of(*recorded(grow(chain_maker, [None, 0, 0])))
     digest = rows_digest(rows)
     assert digest == rows_digest(tuple(rows))
@@ -99,7 +101,7 @@ def test_the_digest_sees_every_byte(grow, chain_maker, recorded) -> None:
     assert rows_digest([rows[0], dataclasses.replace(rows[1], reward=0.5)]) != digest
 
 
-def test_the_arrays_of_a_row_cannot_be_changed(grow, chain_maker, recorded) -> None:
+def test_the_arrays_of_a_row_cannot_be_changed(grow: Any, chain_maker: Any, recorded: Any) -> None:
     (built,) = rows_of(*recorded(grow(chain_maker, [None])))
     with pytest.raises(ValueError, match="read-only"):
         built.loss_mask[0] = True

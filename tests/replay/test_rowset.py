@@ -36,7 +36,9 @@ def numbers(found: RowSet) -> list[tuple[str, tuple[int, ...]]]:
     return [(row.rollout_id, row.call_numbers) for row in found.rows]
 
 
-def test_five_turns_that_rewrite_after_two_give_three_rows(database, remember, grow, chain_maker) -> None:
+def test_five_turns_that_rewrite_after_two_give_three_rows(
+    database: Engine, remember: Remember, grow: Any, chain_maker: Any
+) -> None:
     calls = grow(chain_maker, [None, 0, None, 2, None])
     remember(database, [opened("r1", 1, group_id="g"), *calls, scored("r1", 0.5)])
     found = build(database)
@@ -48,12 +50,12 @@ def test_five_turns_that_rewrite_after_two_give_three_rows(database, remember, g
     assert sum(row.trained for row in found.rows) == sum(call.sampled_len for call in calls)
 
 
-def test_an_empty_log_gives_no_rows(database) -> None:
+def test_an_empty_log_gives_no_rows(database: Engine) -> None:
     found = build(database)
     assert (found.rows, found.rollouts, str(found.position)) == ((), 0, "0.0.0")
 
 
-def test_a_chain_of_2000_calls_gives_one_row_quickly(database, remember, chain_maker) -> None:
+def test_a_chain_of_2000_calls_gives_one_row_quickly(database: Engine, remember: Remember, chain_maker: Any) -> None:
     calls = chain_maker([(3, 2)] * 2000)
     remember(database, [opened("r1", 1), *calls])
     started = time.perf_counter()
@@ -138,7 +140,9 @@ def test_the_order_of_arrival_of_independent_rollouts_changes_nothing(
     assert len(digests) == 1
 
 
-def test_a_position_gives_the_same_rows_after_the_log_grew(database, remember, grow, chain_maker) -> None:
+def test_a_position_gives_the_same_rows_after_the_log_grew(
+    database: Engine, remember: Remember, grow: Any, chain_maker: Any
+) -> None:
     calls = grow(chain_maker, [None, 0, None])
     remember(database, [opened("r1", 1), *calls[:2], scored("r1", 1.0, at=1)])
     before = build(database)
@@ -151,7 +155,9 @@ def test_a_position_gives_the_same_rows_after_the_log_grew(database, remember, g
     assert again.scores == before.scores
 
 
-def test_a_position_that_the_log_has_not_reached_is_refused(database, remember, chain_maker) -> None:
+def test_a_position_that_the_log_has_not_reached_is_refused(
+    database: Engine, remember: Remember, chain_maker: Any
+) -> None:
     remember(database, chain_maker())
     with pytest.raises(PositionAhead, match=r"rows as of 99\.0\.0, but the log has reached 3\.0\.0"):
         build(database, position=Position.parse("99.0.0"))
@@ -159,7 +165,7 @@ def test_a_position_that_the_log_has_not_reached_is_refused(database, remember, 
         Position.parse("yesterday")
 
 
-def test_one_rollout_can_be_built_alone(database, remember, make_chain_maker) -> None:
+def test_one_rollout_can_be_built_alone(database: Engine, remember: Remember, make_chain_maker: Any) -> None:
     for number in range(3):
         remember(database, make_chain_maker(number)(rollout_id=f"r{number}"))
     everything = build(database)
@@ -171,7 +177,7 @@ def test_one_rollout_can_be_built_alone(database, remember, make_chain_maker) ->
         build(database, rollouts=["r1", "r9"])
 
 
-def test_calls_that_did_not_complete_never_train(database, remember, chain_maker) -> None:
+def test_calls_that_did_not_complete_never_train(database: Engine, remember: Remember, chain_maker: Any) -> None:
     calls = chain_maker()
     abandoned = CallEnded(
         call_id=uuid7(1, b"0123456789"),
@@ -210,7 +216,9 @@ def test_one_bad_call_refuses_its_rollout_and_siblings_go_on(
     assert [score.rollout_id for score in found.scores] == ["r0", "r1", "r2"]
 
 
-def test_media_that_the_log_does_not_hold_refuse_the_rollout(database, remember, chain_maker) -> None:
+def test_media_that_the_log_does_not_hold_refuse_the_rollout(
+    database: Engine, remember: Remember, chain_maker: Any
+) -> None:
     calls = chain_maker()
     remember(database, [*calls[:2], calls[2].model_copy(update={"media_count": 2})])
     found = build(database)
@@ -218,7 +226,9 @@ def test_media_that_the_log_does_not_hold_refuse_the_rollout(database, remember,
     assert found.refusals.by_reason() == {"media_not_captured": 1}
 
 
-def test_declared_calls_train_and_the_rest_is_counted(database, remember, grow, chain_maker) -> None:
+def test_declared_calls_train_and_the_rest_is_counted(
+    database: Engine, remember: Remember, grow: Any, chain_maker: Any
+) -> None:
     calls = grow(chain_maker, [None, 0, None, 0])
     accepted = tuple(str(call.call_id) for call in calls[:2])
     remember(database, [*calls, scored("r1", 1.0, accepted=accepted)])
@@ -227,7 +237,7 @@ def test_declared_calls_train_and_the_rest_is_counted(database, remember, grow, 
     assert found.left_out == {"not_accepted": 2}
 
 
-def test_declared_refuses_by_reason(database, remember, make_chain_maker) -> None:
+def test_declared_refuses_by_reason(database: Engine, remember: Remember, make_chain_maker: Any) -> None:
     accepted: Sequence[tuple[str, ...] | None] = [None, ("chatcmpl-unknown",), ()]
     for number, ids in enumerate(accepted):
         rollout_id = f"r{number}"
@@ -237,14 +247,16 @@ def test_declared_refuses_by_reason(database, remember, make_chain_maker) -> Non
     assert found.left_out == {"not_accepted": 3}
 
 
-def test_a_hint_names_a_role_that_can_be_excluded(database, remember, grow, chain_maker) -> None:
+def test_a_hint_names_a_role_that_can_be_excluded(
+    database: Engine, remember: Remember, grow: Any, chain_maker: Any
+) -> None:
     calls = grow(chain_maker, [None, None])
     remember(database, [calls[0], calls[1].model_copy(update={"hints": {"role": "title"}})])
     assert numbers(build(database, Selection(excluded_roles=frozenset({"title"})))) == [("r1", (1,))]
     assert numbers(build(database)) == [("r1", (1,)), ("r1", (2,))]
 
 
-def test_progress_counts_rollouts_to_the_end(database, remember, make_chain_maker) -> None:
+def test_progress_counts_rollouts_to_the_end(database: Engine, remember: Remember, make_chain_maker: Any) -> None:
     for number in range(3):
         remember(database, make_chain_maker(number)(rollout_id=f"r{number}"))
     seen: list[tuple[int, int]] = []
@@ -252,7 +264,9 @@ def test_progress_counts_rollouts_to_the_end(database, remember, make_chain_make
     assert seen[-1] == (3, 3)
 
 
-def test_long_prompts_are_stored_compressed_and_read_back(database, remember, chain_maker) -> None:
+def test_long_prompts_are_stored_compressed_and_read_back(
+    database: Engine, remember: Remember, chain_maker: Any
+) -> None:
     (call,) = chain_maker([(5000, 500)])
     remember(database, [call])
     (row,) = build(database).rows

@@ -100,6 +100,13 @@ def test_a_file_that_is_no_database_is_unavailable(tmp_path):
     database.dispose()
 
 
+def test_a_file_that_cannot_be_made_is_unavailable_at_once():
+    database = open_database("sqlite:////proc/turnlog.db")
+    with pytest.raises(LogUnavailable, match="unable to open database file"):
+        migrate.upgrade(database)
+    database.dispose()
+
+
 def test_sqlite_is_prepared_for_durable_commits(sqlite_database):
     with read(sqlite_database) as connection:
         settings = {

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def log_url(sqlite_database: Engine, sqlite_url: str, chain_maker: Any) -> str:
-    """A log of one scored rollout: calls 1 and 2, a root 3 that differs, a branch 4 of 1, one failed and one pending."""
+    """A log of one scored rollout: calls 1 and 2, a root 3, a branch 4 of call 1, one failed and one pending."""
     first, second = chain_maker([(20, 10), (8, 5)], rollout_id="r1")
     evidence = {"nearest_call": str(second.call_id), "first_difference": 3, "role_here": "user", "role_there": "user"}
     third = chain_maker([(30, 4)], rollout_id="r1")[0].model_copy(

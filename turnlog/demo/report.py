@@ -29,7 +29,7 @@ def calls_table(rollouts: Iterable[ShownRollout]) -> Table:
                 rollout.opened.rollout_id,
                 str(call.number or call.state),
                 call.decision if call.parent_id is None else f"continues {rollout.number(call.parent_id)}",
-                call.reason if place is None else f"{call.reason} at item {place}",
+                call.reason if place is None else f"{call.reason}, item {place}",
                 str(call.prompt_tokens),
                 str(call.sampled_tokens),
                 str(call.stored_tokens),
