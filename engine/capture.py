@@ -214,7 +214,7 @@ def ended(admission: Admission, generation: Generation, *, state: str, reason: s
                     "call_id": call_id,
                     "rollout_id": admission.rollout_id,
                     "state": state,
-                    "reason": reason,
+                    "reason": storable(reason),
                     "at": at,
                     "token_ids": token_bytes(sampled.token_ids),
                     "logprobs": logprob_bytes(sampled.logprobs),
@@ -222,6 +222,15 @@ def ended(admission: Admission, generation: Generation, *, state: str, reason: s
             )
         )
     return found
+
+
+def storable(text: str) -> str:
+    r"""A text that every database can hold: what a harness sent may be quoted in it.
+
+    >>> storable("a\0b\ud800")
+    'a\\x00b\\ud800'
+    """
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def policy_spans(sampled: Sampled, policy_version: int) -> tuple[PolicySpan, ...]:

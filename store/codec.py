@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import zstandard
 
-from store.errors import UnknownCodec
+from store.errors import DamagedArray, UnknownCodec
 
 RAW = 0
 ZSTD = 1
@@ -38,9 +38,12 @@ def pack(raw: bytes) -> Packed:
 
 
 def unpack(codec: int, data: bytes) -> bytes:
-    """The bytes again. Raises UnknownCodec for a number of a later release."""
+    """The bytes again. Raises UnknownCodec for a number of a later release, DamagedArray for bytes of no frame."""
     if codec == RAW:
         return data
     if codec == ZSTD:
-        return bytes(zstandard.ZstdDecompressor().decompress(data))
+        try:
+            return bytes(zstandard.ZstdDecompressor().decompress(data))
+        except zstandard.ZstdError as error:
+            raise DamagedArray(str(error)) from error
     raise UnknownCodec(codec)

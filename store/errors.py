@@ -7,6 +7,7 @@
     ├── EventConflict       the same id was appended before with other content
     ├── BrokenLink          an event names a parent that is missing or does not fit it
     ├── UnknownCodec        stored bytes need a newer reader
+    ├── DamagedArray        stored bytes are not what was written: restore them from a copy
     └── MediaUnavailable    the place for media bytes cannot be written
 
 Every message gives the value, the rule it breaks and the remedy.
@@ -72,6 +73,13 @@ class UnknownCodec(LogError):
     def __init__(self, codec: int) -> None:
         self.codec = codec
         super().__init__(f"stored tokens use codec {codec}, this release reads 0 and 1: upgrade turnlog")
+
+
+class DamagedArray(LogError):
+    """Stored bytes cannot be read back: the file or the disk under it is damaged."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"a stored token array cannot be decompressed ({cause}): restore the database from a copy")
 
 
 class MediaUnavailable(LogError):

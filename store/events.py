@@ -331,6 +331,13 @@ class CallEnded(_Event):
     logprobs: bytes = b""
     """float32 little-endian, [n]"""
 
+    @model_validator(mode="after")
+    def _arrays_fit(self) -> Self:
+        if len(self.token_ids) % 4 or len(self.token_ids) != len(self.logprobs):
+            sizes = f"{len(self.token_ids)} bytes of token_ids, {len(self.logprobs)} of logprobs"
+            raise ValueError(f"{sizes}: every sampled token needs one log-probability of 4 bytes")
+        return self
+
 
 class RolloutScored(_Event):
     """A rollout got its outcome; several are allowed, the latest counts."""

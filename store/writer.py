@@ -86,13 +86,8 @@ class Writer:
         while group := self._next_group():
             try:
                 self._commit(group)
-            except LogUnavailable as error:  # nobody's fault: trying them one by one would only wait longer
-                self._fail(group, error)
-            except Exception as error:
-                if len(group) == 1:
-                    self._fail(group, error)
-                else:
-                    self._commit_each(group)
+            except Exception:  # told apart one by one, and told to whoever submitted
+                self._commit_each(group)
 
     def _next_group(self) -> list[_Submission]:
         """Everything that waits; empty when closed and done."""
@@ -104,10 +99,13 @@ class Writer:
             return group
 
     def _commit_each(self, group: Sequence[_Submission]) -> None:
-        """One transaction each, so that only those fail that are at fault."""
-        for submission in group:
+        """Again, one transaction each: only those fail that are at fault, and a deadlock with another server ends."""
+        for at, submission in enumerate(group):
             try:
                 self._commit([submission])
+            except LogUnavailable as error:  # nobody's fault: trying the others would only wait longer
+                self._fail(group[at:], error)
+                return
             except Exception as error:
                 self._fail([submission], error)
 

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": set(),
     "engine": set(),
     "replay": {"duckdb", "pyarrow"},
-    "turnlog": set(),
+    "turnlog": {"duckdb", "pyarrow"},
 }
 
 

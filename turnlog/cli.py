@@ -113,15 +113,17 @@ def serve(
 
 
 def _prepare(url: str, *, create: bool) -> None:
-    """Check the log's schema before a model is loaded; the default file is created when there is none."""
+    """Check the log and the place for media before a model is loaded; the default file is created if there is none."""
     from store import migrate
     from store.database import open_database
+    from store.media import open_media
 
     database = open_database(url)
     try:
         if create and migrate.current(database) is None:
             migrate.upgrade(database)
         migrate.require_current(database)
+        open_media(None, url)
     finally:
         database.dispose()
 

@@ -3,6 +3,7 @@
     CommandError
     ├── BadModel            `turnlog serve` got a flag where the model's name belongs
     ├── NoModelServer       vLLM is not installed here
+    ├── NoPlugIn            vLLM would not find turnlog here
     ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
     ├── FolderTaken         the demo's folder holds other files
     └── DemoFailed          the demo found something that turnlog promises not to happen
@@ -36,6 +37,16 @@ class NoModelServer(CommandError):
     def __init__(self) -> None:
         super().__init__(
             "vLLM is not installed in this environment: install `vllm` where a GPU is, turnlog's extra `cpu` elsewhere"
+        )
+
+
+class NoPlugIn(CommandError):
+    """turnlog's code is at hand here, but not its entry points."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "turnlog is not installed in this environment, so vLLM would not find its plug-in and log nothing: "
+            "install it, for example with `pip install -e .`"
         )
 
 

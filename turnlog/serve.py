@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
 from store.events import ReasoningPolicy
-from turnlog.errors import BadModel, NoModelServer
+from turnlog.errors import BadModel, NoModelServer, NoPlugIn
 
 LOGPROBS_MODE = "--logprobs-mode"
 ALWAYS_LOADED = (
@@ -30,10 +30,12 @@ SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoin
 def command(model: str, flags: Sequence[str]) -> list[str]:
     """The command that starts the installed vLLM's server, log-probabilities as turnlog needs them.
 
-    Raises BadModel, NoModelServer.
+    Raises BadModel, NoPlugIn, NoModelServer.
     """
     if model.startswith("-"):
         raise BadModel(model)
+    if not entry_points(group="vllm.endpoint_plugins", name="turnlog"):
+        raise NoPlugIn
     if not asked_for(flags, LOGPROBS_MODE):
         flags = [*flags, LOGPROBS_MODE, "processed_logprobs"]
     return [sys.executable, "-m", *_server(model), *flags]

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, select, text
 
 from store import codec, hashing, lineage, log, schema
 from store.database import read, write
-from store.errors import BrokenLink, EventConflict, UnknownCodec
+from store.errors import BrokenLink, DamagedArray, EventConflict, UnknownCodec
 from store.events import (
     CallAdmitted,
     CallCompleted,
@@ -177,6 +177,13 @@ def test_small_arrays_are_raw_and_large_ones_compressed(database, chain_maker):
         stored = connection.execute(select(call.codec, call.token_ids).order_by(call.sequence)).all()
     assert [row.codec for row in stored] == [codec.RAW, codec.ZSTD]
     assert [codec.unpack(row.codec, row.token_ids) for row in stored] == [c.token_ids for c in stored_calls(database)]
+
+
+def test_a_damaged_array_is_a_log_error():
+    damaged = bytearray(codec.pack(bytes(4000)).data)
+    damaged[3] ^= 0xFF
+    with pytest.raises(DamagedArray, match="restore"):
+        codec.unpack(codec.ZSTD, bytes(damaged))
 
 
 def test_an_unknown_codec_is_named():

@@ -191,6 +191,21 @@ def test_a_database_that_goes_away_fails_every_future_and_is_used_again_when_it_
     assert opened(postgres_database) == ["r0", "r20"]
 
 
+@pytest.mark.postgres
+def test_two_servers_that_open_the_same_rollouts_in_another_order_both_succeed(postgres_database):
+    def implicit(number: int) -> RolloutOpened:
+        return RolloutOpened(rollout_id=f"r{number}", opened_at=number)
+
+    with Writer(postgres_database) as writer, write(postgres_database) as other:
+        log.append(other, [implicit(2)])
+        futures = [writer.submit([implicit(1), implicit(2)])]
+        wait(futures, timeout=0.3)  # the writer holds 1 and waits for 2
+        futures.append(writer.submit([implicit(3)]))
+        log.append(other, [implicit(1)])  # a deadlock: PostgreSQL ends the one that has waited longer
+    assert [future.result(20) for future in futures] == [None, None]
+    assert sorted(opened(postgres_database)) == ["r1", "r2", "r3"]
+
+
 KILLED = """
 import sys
 from uuid import UUID

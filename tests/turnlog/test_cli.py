@@ -197,6 +197,13 @@ def test_what_a_user_can_mend_is_one_line_without_a_traceback(run: Run, argument
     assert "secret" not in found.stderr
 
 
+def test_media_that_cannot_be_kept_are_refused_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    found = run("serve", "model", TURNLOG_MEDIA=str(tmp_path / "taken"))
+    assert found.returncode == 1
+    assert "set TURNLOG_MEDIA to a writable place" in found.stderr
+
+
 def test_an_unknown_rollout_is_named(run: Run, log_url: str) -> None:
     found = run("show", "r2", "--db", log_url)
     assert (found.returncode, found.stdout) == (1, "")
