@@ -9,6 +9,7 @@ are what to read; the machine is noisy.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -37,15 +38,10 @@ def main() -> None:
         migrate.upgrade(database)
         database.dispose()
         model = build_model(folder / "model")
-        with model_server(model, url=url, log=folder / "server.log", on_wait=lambda line: None) as address:
+        with model_server(model, url=url, log=folder / "server.log", on_wait=lambda _: None) as address:
             figures = measure(address)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    found = {
-        "commit": commit.strip(),
-        "machine": platform.processor() or platform.machine(),
-        "cores": 2,
-        "calls": figures,
-    }
+    found = {"commit": commit.strip(), "machine": platform.machine(), "cores": os.cpu_count(), "calls": figures}
     Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     for row in figures:
         print(row)

@@ -105,7 +105,7 @@ class Splicer:
         >>> from engine.splice import Splicer
         >>> async def chatml(messages, *, generation_prompt, tools):  # a toy: one token a word, 0 ends a turn
         ...     text = " ".join(f"{m['role']} {m['content']} 0" for m in messages)
-        ...     return [int(w) if w.isdigit() else len(w) for w in text.split()] + [9] * generation_prompt
+        ...     return [int(w) if w.isdigit() else ord(w[-1]) for w in text.split()] + [9] * generation_prompt
         >>> asyncio.run(Splicer({0}).probe(chatml, options=b""))["plain"]
         'marker'
         """
