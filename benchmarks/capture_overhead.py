@@ -38,7 +38,7 @@ def main() -> None:
         migrate.upgrade(database)
         database.dispose()
         model = build_model(folder / "model")
-        with model_server(model, url=url, log=folder / "server.log", on_wait=lambda _: None) as address:
+        with model_server(model, url=url, log=folder / "server.log") as address:
             figures = measure(address)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     found = {"commit": commit.strip(), "machine": platform.machine(), "cores": os.cpu_count(), "calls": figures}

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from sqlalchemy import Connection
 
 from engine.journal import Journal
-from engine.worker import Worker
 from store import log
 from store.errors import EventConflict
 from store.events import RolloutId, RolloutOpened, RolloutScored
+
+if TYPE_CHECKING:
+    from engine.worker import Worker  # loads vLLM, which this module does not know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,7 @@ class ItemTrace(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
     role: Text
-    """`system`, `developer`, `user`, `assistant`, `reasoning`, `tool_call` or `tool_result`."""
+    """`system`, `developer`, `user`, `assistant`, `reasoning`, `tool_call`, `tool_result` or `hosted`."""
     digest: Digest
 
 
@@ -211,6 +211,8 @@ class CallCompleted(_Event):
     request_items: tuple[ItemTrace, ...]
     """The request's items from the first one its parent's request does not have; all of them for a root."""
     answer_items: tuple[ItemTrace, ...]
+    answer_item_ids: tuple[Text, ...] = ()
+    """Ids that the answer's items had on the wire, those that had one: they tell calls with equal answers apart."""
     prev_len: Count
     """Tokens of the parent's whole chain."""
     prompt_len: Count

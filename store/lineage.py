@@ -44,6 +44,7 @@ class KnownCall:
     chain_hash: bytes
     reasoning_digest: bytes | None
     response_id: str | None
+    answer_item_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ def find_by_summary(connection: Connection, rollout_id: str, keys: Sequence[byte
             chain_hash=row.chain_hash,
             reasoning_digest=row.reasoning_digest,
             response_id=row.response_id,
+            answer_item_ids=tuple(row.answer_item_ids),
         )
         for row in found
     ]

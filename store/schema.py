@@ -161,6 +161,7 @@ model_call = Table(
     Column("dialect", Text, nullable=False),
     Column("model", Text, nullable=False),
     Column("response_id", Text),
+    Column("answer_item_ids", CanonicalJson, nullable=False),
     Column("choice", _BIG, nullable=False),
     Column("media_count", _BIG, nullable=False),
     Column("writer_id", Id, nullable=False),

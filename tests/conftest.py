@@ -1,4 +1,4 @@
-"""Fixtures of every test folder: real databases, fresh for each test, and valid events to put into them."""
+"""Fixtures of every test folder: real databases, fresh for each test, valid events, and the one model server."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sqlalchemy import Engine, create_engine, make_url
 from store import hashing, migrate
 from store.database import database_url, open_database
 from store.events import CallCompleted, ItemTrace, PolicySpan, logprob_bytes, token_bytes, uuid7
+from turnlog.demo.model import build_model
+from turnlog.demo.server import NAME, RunningServer, start_server
 
 DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 
@@ -221,3 +223,39 @@ def _run_postgres(server: str, statement: str) -> None:
     with database.connect() as connection:
         connection.exec_driver_sql(statement)
     database.dispose()
+
+
+class ModelServer:
+    """The real model server of the test session, with its log in a SQLite file; can be killed and started again."""
+
+    worker = NAME
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "server.log"
+        self.database = open_database(f"sqlite:///{folder}/turnlog.db")
+        migrate.upgrade(self.database)
+        self._model = build_model(folder / "model")
+        self._running: RunningServer | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens; starts it when it does not run."""
+        if self._running is None:
+            url = self.database.url.render_as_string()
+            self._running = start_server(self._model, url=url, log=self.log)
+        return self._running.address
+
+    def kill(self) -> None:
+        """kill -9 to the server and all that it started."""
+        if self._running is not None:
+            self._running.kill()
+            self._running = None
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
+    """The session's model server."""
+    found = ModelServer(tmp_path_factory.mktemp("server"))
+    yield found
+    found.kill()
+    found.database.dispose()

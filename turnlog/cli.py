@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from sqlalchemy import Engine
 
+NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -69,6 +71,10 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where the model and the server's log are kept.")] = Path("demo"),
 ) -> None:
     """Run the whole path on this machine: agent, model server, log, rows, one optimizer step. A few minutes."""
+    from turnlog.errors import MissingPackages
+
+    if missing := [name for name in NEEDED_BY_DEMO if find_spec(name) is None]:
+        raise MissingPackages(missing)
     from store.database import database_url
     from turnlog.demo.run import run_demo
 

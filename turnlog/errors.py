@@ -4,6 +4,7 @@
     ├── BadModel            `turnlog serve` got a flag where the model's name belongs
     ├── NoModelServer       vLLM is not installed here
     ├── NoPlugIn            vLLM would not find turnlog here
+    ├── MissingPackages     the demo needs packages that are not installed here
     ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
     ├── FolderTaken         the demo's folder holds other files
     └── DemoFailed          the demo found something that turnlog promises not to happen
@@ -47,6 +48,17 @@ class NoPlugIn(CommandError):
         super().__init__(
             "turnlog is not installed in this environment, so vLLM would not find its plug-in and log nothing: "
             "install it, for example with `pip install -e .`"
+        )
+
+
+class MissingPackages(CommandError):
+    """Packages that the demo needs are not installed here."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        super().__init__(
+            f"the demo needs {', '.join(names)}, not installed in this environment: run `make demo` in a checkout, "
+            "or install turnlog's extras `cpu` and `megatron`"
         )
 
 

@@ -67,6 +67,7 @@ create table model_call (
   dialect text not null,
   model text not null,
   response_id text,
+  answer_item_ids text not null,
   choice bigint not null,
   media_count bigint not null,
   writer_id uuid not null,

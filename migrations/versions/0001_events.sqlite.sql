@@ -68,6 +68,7 @@ create table model_call (
   dialect text not null,
   model text not null,
   response_id text,
+  answer_item_ids text not null,
   choice integer not null,
   media_count integer not null,
   writer_id blob not null,

@@ -3,7 +3,7 @@
 -- both databases would otherwise walk the rollout's whole history in order of sequence.
 select
   call_id, rollout_id, parent_id, root_id, depth, sequence, prompt_len, sampled_len,
-  hash_version, summary_hash, chain_hash, reasoning_digest, response_id
+  hash_version, summary_hash, chain_hash, reasoning_digest, response_id, answer_item_ids
 from model_call
 where rollout_id = :rollout_id
   and summary_hash in :keys;

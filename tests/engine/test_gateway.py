@@ -36,8 +36,8 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture
-def journal(sqlite_database: Engine) -> Iterator[Journal]:
-    found = Journal(sqlite_database, worker="w")
+def journal(database: Engine) -> Iterator[Journal]:
+    found = Journal(database, worker="w")
     yield found
     found.close()
 

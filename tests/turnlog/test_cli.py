@@ -204,6 +204,16 @@ def test_media_that_cannot_be_kept_are_refused_before_a_model_is_loaded(run: Run
     assert "set TURNLOG_MEDIA to a writable place" in found.stderr
 
 
+def test_the_demo_says_what_it_needs_before_it_starts(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['megatron'] = None; sys.argv = ['turnlog', 'demo']; import turnlog.cli as c; c.main()"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert found.stderr.startswith("turnlog: the demo needs megatron, not installed in this environment")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_rollout_is_named(run: Run, log_url: str) -> None:
     found = run("show", "r2", "--db", log_url)
     assert (found.returncode, found.stdout) == (1, "")

@@ -50,7 +50,7 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(demo_model
     url = f"sqlite:///{tmp_path / 'no_schema.db'}"
     with (
         pytest.raises(ServerFailed, match=r"(?s)ended with code 1 before it was ready.*turnlog db upgrade"),
-        model_server(demo_model, url=url, log=tmp_path / "server.log", on_wait=lambda _: None),
+        model_server(demo_model, url=url, log=tmp_path / "server.log"),
     ):
         pytest.fail("the server must not start on a log without a schema")
 

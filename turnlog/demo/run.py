@@ -7,7 +7,6 @@ really happened. Each promise is checked on the log that the run left, and a bro
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import time
@@ -192,7 +191,9 @@ def _log_trained(database: Engine, rows: Sequence[Row], advantage: Mapping[str, 
 
 def _show_next(rollout_id: str, model: Path, db: str, console: Console) -> None:
     """Print commands that work as they stand, also where the environment's scripts are not on the PATH."""
-    turnlog = "turnlog" if shutil.which("turnlog") else os.path.relpath(Path(sys.executable).with_name("turnlog"))
+    script = Path(sys.executable).with_name("turnlog")
+    near = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    turnlog = "turnlog" if shutil.which("turnlog") else str(near)
     for command, what in (
         (f"{turnlog} show {rollout_id}{db}", "one rollout as a tree: where rows begin, and why"),
         (f"{turnlog} rows --out rows.parquet{db}", "the training rows as a file"),

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -25,6 +26,8 @@ from turnlog.errors import ServerFailed
 NAME = "demo"
 """What requests call the model, and the worker's name in the log."""
 READY_SECONDS = 300
+STOP_SECONDS = 10
+"""An idle server stops within one second; one that is still loading does not listen, and is killed."""
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -44,34 +47,77 @@ FLAGS = (
 )
 
 
-@contextmanager
-def model_server(model: Path, *, url: str, log: Path, on_wait: Callable[[str], None]) -> Generator[str]:
-    """Run the server for the block, writing to the database at `url`; the value is its address.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    """A server that has been started, with everything that it started itself."""
 
-    `on_wait` gets the newest line of the server's log while it loads. Raises ServerFailed with the log's last lines.
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        """Stop it in order, and by force what does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """Give the server and its children no time to tidy up (SIGKILL)."""
+        with suppress(ProcessLookupError):  # the usual case after `stop`: nothing is left of its group
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start_server(
+    model: Path,
+    *,
+    url: str,
+    log: Path,
+    on_wait: Callable[[str], None] = lambda _: None,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> RunningServer:
+    """Start the server on a free port and wait until it is ready; it writes to the database at `url`.
+
+    `on_wait` gets the newest line of the server's log while it loads; `flags` and `environment` come on top of the
+    demo's own. Raises ServerFailed with the log's last lines.
     """
     port = _free_port()
-    address = f"http://127.0.0.1:{port}"
     arguments = [sys.executable, "-m", "turnlog", "serve", str(model), "--db", url, "--worker", NAME]
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [*arguments, "--host", "127.0.0.1", "--port", str(port), *FLAGS],
-            env={**os.environ, **ENVIRONMENT},
+            [*arguments, "--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags],
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C reaches the demo alone, which then stops the server in order
         )
+    server = RunningServer(address=f"http://127.0.0.1:{port}", process=process)
     try:
-        _wait_until_ready(process, address, log, on_wait)
-        try:
-            yield address
-        except Exception as error:
-            if process.poll() is None:
-                raise
-            raise ServerFailed(f"ended with code {process.returncode} while it was in use", log, tail(log)) from error
+        _wait_until_ready(server, log, on_wait)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+@contextmanager
+def model_server(
+    model: Path, *, url: str, log: Path, on_wait: Callable[[str], None] = lambda _: None
+) -> Generator[str]:
+    """Run the server for the block; the value is its address. Raises ServerFailed as `start_server` does."""
+    server = start_server(model, url=url, log=log, on_wait=on_wait)
+    try:
+        yield server.address
+    except Exception as error:
+        if server.process.poll() is None:
+            raise
+        how = f"ended with code {server.process.returncode} while it was in use"
+        raise ServerFailed(how, log, tail(log)) from error
     finally:
-        _stop(process)
+        server.stop()
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,30 +133,18 @@ def tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _wait_until_ready(
-    process: subprocess.Popen[bytes], address: str, log: Path, on_wait: Callable[[str], None]
-) -> None:
+def _wait_until_ready(server: RunningServer, log: Path, on_wait: Callable[[str], None]) -> None:
     give_up = time.monotonic() + READY_SECONDS
     while time.monotonic() < give_up:
-        if process.poll() is not None:
-            raise ServerFailed(f"ended with code {process.returncode} before it was ready", log, tail(log))
+        if server.process.poll() is not None:
+            raise ServerFailed(f"ended with code {server.process.returncode} before it was ready", log, tail(log))
         try:
-            with urlopen(f"{address}/health", timeout=5):
+            with urlopen(f"{server.address}/health", timeout=5):
                 return
         except (URLError, OSError):
             on_wait(tail(log, lines=1))
             time.sleep(0.5)
     raise ServerFailed(f"was not ready within {READY_SECONDS} seconds", log, tail(log))
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
-    with suppress(ProcessLookupError):  # the usual case: nothing is left of its group
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _free_port() -> int:

@@ -26,10 +26,8 @@ def grpo_step(model: Path, rows: Sequence[Row], advantages: Mapping[str, float])
     """
     planned = plan(rows, seed=0, step=0, token_budget=max(row.length for row in rows))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        attention: type[torch.nn.Module] | None = None
         if not torch.cuda.is_available():
             stack.enter_context(megatron_cpu.installed())
-            attention = megatron_cpu.PackedAttention
         stack.enter_context(megatron_cpu.single_process(f"{scratch}/store"))
-        wrapped, optimizer = qwen3.trainable(qwen3.load(model, attention), learning_rate=1e-4)
+        wrapped, optimizer = qwen3.trainable(qwen3.load(model, megatron_cpu.PackedAttention), learning_rate=1e-4)
         return train_step(wrapped, optimizer, packs(planned, rows, advantages))
