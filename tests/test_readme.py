@@ -64,7 +64,7 @@ def test_the_make_targets_exist_and_set_themselves_up() -> None:
     targets = [target for _, target in _commands(first="make")]
     assert sorted(targets) == ["bench", "check", "demo", "test"]
     for target in targets:
-        fresh = ["make", "--dry-run", "VENV=no/such/environment", target]
+        fresh = ["make", "--no-print-directory", "--dry-run", "VENV=no/such/environment", target]
         planned = subprocess.run(fresh, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert "pip install" in planned
         assert "no/such/environment/bin/" in planned.splitlines()[-1]

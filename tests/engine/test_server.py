@@ -59,6 +59,17 @@ def ends_of(server: Any, rollout: str, *, count: int = 1) -> list[CallEnded]:
     raise AssertionError(f"rollout {rollout} has {len(found)} ended calls, expected {count}")
 
 
+def wait_until_idle(server: Any) -> None:
+    """Wait until the engine works on no request."""
+    for _ in range(600):
+        metrics = httpx.get(f"{server.address}/metrics").text.splitlines()
+        running = [line.rpartition(" ")[2] for line in metrics if line.startswith("vllm:num_requests_running{")]
+        if running and not any(map(float, running)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine still runs a request after a minute")
+
+
 def without_identity(answer: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in answer.items() if key not in ("id", "created")}
 
@@ -234,28 +245,32 @@ def test_a_harness_that_drops_reasoning_begins_rows_and_the_server_names_the_fla
 
 def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> None:
     """While another process holds the write lock the text flows, but what would complete the answer does not."""
-    body = hello(max_tokens=400, stream=True, ignore_eos=True)
+    body = hello(max_tokens=200, stream=True, ignore_eos=True)
     url = f"{server.address}/rollouts/durable/v1/chat/completions"
     released = 0.0
     lines: list[tuple[float, str]] = []
 
-    def release() -> None:
+    def release_when_the_engine_has_finished() -> None:
         nonlocal released
+        wait_until_idle(server)
+        time.sleep(1)
         released = time.monotonic()
         holder.execute("rollback")
 
     holder = sqlite3.connect(server.database.url.database, isolation_level=None, check_same_thread=False)
+    releasing = threading.Thread(target=release_when_the_engine_has_finished)
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         for line in response.iter_lines():
             if not lines:
                 holder.execute("begin immediate")
-                threading.Timer(4, release).start()
+                releasing.start()
             lines.append((time.monotonic(), line))
+    releasing.join()
     holder.close()
     finishing = [at for at, line in lines if '"finish_reason":"' in line or line == "data: [DONE]"]
     flowing = [at for at, line in lines if line.startswith("data: ") and at not in finishing]
-    assert len(flowing) > 300
-    assert sum(at < released for at in flowing) > 300
+    assert len(flowing) > 10
+    assert max(flowing) < released
     assert len(finishing) == 2
     assert min(finishing) > released
     assert len(calls_of(server, "durable")) == 1
@@ -272,16 +287,7 @@ def test_a_client_that_leaves_mid_stream_leaves_an_abandoned_call_and_a_free_eng
     assert end.state == "abandoned"
     assert len(token_array(end.token_ids)) == len(logprob_array(end.logprobs)) > 5
     assert calls_of(server, "left") == []
-    for _ in range(50):
-        running = [
-            float(line.rpartition(" ")[2])
-            for line in httpx.get(f"{server.address}/metrics").text.splitlines()
-            if line.startswith("vllm:num_requests_running{")
-        ]
-        if running and not any(running):
-            break
-        time.sleep(0.1)
-    assert not any(running)
+    wait_until_idle(server)
     later = client_of(server, "left").chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=4, extra_body=SILENT
     )

@@ -30,7 +30,14 @@ def test_the_demo_walks_the_whole_path(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_demo_stops_its_server(tmp_path: Path) -> None:
-    process = subprocess.Popen(DEMO, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        DEMO,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=_hear_interrupts,
+    )
     log = tmp_path / "demo/server.log"
     give_up = time.monotonic() + 120
     while not (log.is_file() and "vLLM" in log.read_text(errors="replace")):
@@ -53,6 +60,11 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(demo_model
         model_server(demo_model, url=url, log=tmp_path / "server.log"),
     ):
         pytest.fail("the server must not start on a log without a schema")
+
+
+def _hear_interrupts() -> None:
+    """As a terminal's commands do: a shell starts what it runs in the background deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _processes_of(folder: Path) -> list[psutil.Process]:
