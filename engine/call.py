@@ -34,8 +34,12 @@ class Call:
     journal: Journal
     rollout_id: str
     dialect: str
-    body: Mapping[str, JsonValue]
+    model: JsonValue
+    """What the request names, if it names one."""
+    choices: int
+    """How many answers the request asks for."""
     items: tuple[Item, ...]
+    hints: Mapping[str, JsonValue]
     started_at: int
     admission: Admission | None = None
     generation: Generation = field(default_factory=Generation)
@@ -43,12 +47,6 @@ class Call:
     error: EngineError | None = None
     """What the worker wants answered in place of what the server would say."""
     ended: bool = False
-
-    @property
-    def choices(self) -> int:
-        """How many answers the request asks for (`n`)."""
-        n = self.body.get("n")
-        return n if isinstance(n, int) and n > 0 else 1
 
     async def admit(self, admission: Admission) -> None:
         """Make the intent durable. Raises LogDown."""

@@ -88,6 +88,7 @@ class Admission:
     prompt_ids: list[int]
     """[prompt_len] what the engine is asked to continue"""
     sampling: Mapping[str, JsonValue] = field(default_factory=dict)
+    hints: Mapping[str, JsonValue] = field(default_factory=dict)
     media_count: int = 0
     worker: str
     started_at: int
@@ -181,6 +182,7 @@ def completed(
             "reasoning_digest": reasoning_digest(answer.items),
             "request_items": traces(admission.items[decision.start if isinstance(decision, Continuation) else 0 :]),
             "answer_items": traces(answer.items),
+            "answer_item_ids": tuple(item.item_id for item in answer.items if item.item_id is not None),
             "prev_len": admission.prev_len,
             "prompt_len": len(admission.prompt_ids),
             "sampled_len": len(sampled.token_ids),
@@ -192,6 +194,7 @@ def completed(
             "model": admission.model,
             "response_id": response_id,
             "choice": answer.index,
+            "hints": dict(admission.hints),
             "media_count": admission.media_count,
             "writer_id": writer.writer_id,
             "writer_seq": writer.writer_seq,

@@ -10,7 +10,7 @@ Three pure steps, with the look-ups between them left to the caller (`decide` is
    run may be longer than the answer (a summary put in front of it), so each start in it gives one key: the summary
    hash that an earlier call has if it was sent everything before that start and served the rest of the run.
 2. `choose`: of the calls that those keys found, those whose reasoning came back as served, or did not come back at all
-   if the policy restores it; then the deepest, then the latest.
+   if the policy restores it; of those, the ones whose item ids came back; then the deepest, then the latest.
 3. `explain`: when nothing was found, what differs from the nearest earlier call.
 
 Two calls later the harness rewrites its context, so the third is a root:
@@ -102,7 +102,8 @@ class Keys:
 def candidate_keys(items: Sequence[Item], render_hash: bytes) -> Keys:
     """Steps 1 to 3 of the rule: the summary hashes under which this request's parent would be in the log.
 
-    The request's hashes are chained in one pass; answers are hashed once per start, over the last run alone.
+    The request's hashes are chained in one pass; answers are hashed once per start, over the last run alone. A request
+    with a hosted item has no keys: what of it the prompt shows is not known, so it is never like another.
     """
     last = next((i for i in reversed(range(len(items))) if items[i].model_authored), None)
     first = 0 if last is None else last
@@ -112,7 +113,7 @@ def candidate_keys(items: Sequence[Item], render_hash: bytes) -> Keys:
     for item in items:
         chain.append(hashing.extend_request_hash(chain[-1], item.digest))
     starts: dict[bytes, int] = {}
-    if last is not None and last + 1 < len(items):
+    if last is not None and last + 1 < len(items) and _hosted(items) is None:
         for start in range(first, last + 1):
             starts[hashing.summary_hash(chain[start], answer_key(items[start : last + 1]))] = start
     return Keys(starts=starts, last=last, request_hash=chain[-1])
@@ -124,8 +125,12 @@ def choose(
     """Steps 4 and 5: the parent among the calls that the keys found; None when there is none, for `explain`.
 
     A hit of another hash version never counts. Reasoning that came back changed (or out of nothing) rules a hit out;
-    reasoning that did not come back rules it out under `strict`. A root says so only when no hit is left.
+    reasoning that did not come back rules it out under `strict`. A root says so only when no hit is left. Item ids
+    rule nothing out, for most harnesses drop them: they prefer the hits whose ids they name.
     """
+    if (hosted := _hosted(items)) is not None:
+        evidence: dict[str, JsonValue] = {"items": len(items), **_difference(hosted, items, None)}
+        return Root(reason=f"hosted_item:{items[hosted].text}", evidence=evidence)
     if keys.last is not None and keys.last + 1 == len(items):
         return Root(
             reason="ends_with_model_item", evidence={"items": len(items), **_difference(len(items) - 1, items, None)}
@@ -146,7 +151,7 @@ def choose(
     if not allowed:
         nearest = _preferred(dropped or found)
         start = keys.starts[nearest.summary_hash]
-        evidence: dict[str, JsonValue] = {
+        evidence = {
             "nearest_call": str(nearest.call_id),
             "nearest_sequence": nearest.sequence,
             "first_difference": start,
@@ -157,7 +162,12 @@ def choose(
         }
         reason = "reasoning_dropped" if dropped else "reasoning_edited"
         return Root(reason=reason, evidence=evidence, candidates=len(found))
-    parent = _preferred(allowed)
+    named = [
+        hit
+        for hit in allowed
+        if any(item.item_id in hit.answer_item_ids for item in items[keys.starts[hit.summary_hash] : suffix])
+    ]
+    parent = _preferred(named or allowed)
     flags: tuple[Flag, ...] = ("reasoning_dropped",) if parent in dropped else ()
     return Continuation(
         parent=parent,
@@ -370,6 +380,11 @@ def _difference(position: int, here: Sequence[ItemTrace | Item], there: ItemTrac
         "role_there": None if there is None else there.role,
         "digest_there": None if there is None else there.digest.hex(),
     }
+
+
+def _hosted(items: Sequence[Item]) -> int | None:
+    """Index of the first hosted item."""
+    return next((i for i, item in enumerate(items) if item.kind == "hosted"), None)
 
 
 def _preferred(hits: Sequence[KnownCall]) -> KnownCall:

@@ -5,8 +5,8 @@ or the database. Law: the last byte of an answer leaves after the commit. A plai
 until every choice has finished, and what follows (the finishing chunk, usage, `[DONE]`) is held.
 
 `/rollouts/ID/v1/chat/completions` is served as `/v1/chat/completions` and captured for rollout ID, as is a request to
-`/v1/chat/completions` with the header `x-turnlog-rollout: ID`. `/rollouts/ID/v1/models` is served as `/v1/models`.
-Everything else passes untouched.
+`/v1/chat/completions` with the header `x-turnlog-rollout: ID`; so are `/v1/responses` and `/v1/messages`. Paths that
+generate nothing (`engine.dialects.routes.PASSED`) are served too. Everything else passes untouched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pydantic import JsonValue
 
 from engine.call import CURRENT, Call
 from engine.dialects import chat
+from engine.dialects.routes import DIALECTS, PASSED, dialect_at
+from engine.dialects.wire import Dialect, Stream
 from engine.errors import (
     BadRequest,
     BadRolloutId,
@@ -30,6 +32,7 @@ from engine.errors import (
     UnknownRoute,
     UnreadableAnswer,
 )
+from engine.hints import hints
 from engine.journal import Journal
 from store import log
 
@@ -43,9 +46,7 @@ logger = logging.getLogger("turnlog")
 
 _UNDER_ROLLOUT = re.compile(r"/rollouts/(?P<rollout>[^/]*)(?P<path>/v1/.*)", re.DOTALL)
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_CAPTURED = "/v1/chat/completions"
 CLIENT_LEFT = "the client left before its answer was complete"
-_PASSED = frozenset({"/v1/models"})
 
 
 class Gateway:
@@ -68,27 +69,28 @@ class Gateway:
         try:
             rollout_id, path = _route(scope)
         except EngineError as error:
-            await _answer_error(send, error)
+            await _answer_error(send, error, dialect_at(_path(scope)) or chat)
             return
+        dialect = dialect_at(path)
         if rollout_id is None:
             await self._app(scope, receive, send)
-        elif path != _CAPTURED:
+        elif dialect is None:
             await self._app(_moved(scope, path), receive, send)
         else:
-            await self._capture(_moved(scope, path), receive, send, rollout_id)
+            await self._capture(_moved(scope, path), receive, send, rollout_id, dialect)
 
-    async def _capture(self, scope: Message, receive: Receive, send: Send, rollout_id: str) -> None:
+    async def _capture(self, scope: Message, receive: Receive, send: Send, rollout_id: str, dialect: Dialect) -> None:
         body = await _read(receive)
         if body is None:
             return  # the client left while it was sending
         try:
             await self._expect_open(rollout_id)
-            call = self._call(rollout_id, body)
+            call = self._call(rollout_id, dialect, body, scope)
         except EngineError as error:
-            await _answer_error(send, error)
+            await _answer_error(send, error, dialect)
             return
         client = _Client(receive, body)
-        answer = _Answer(send, call, client)
+        answer = _Answer(send, call, dialect, client)
         token = CURRENT.set(call)
         try:
             await self._app(scope, client.receive, answer.send)
@@ -109,7 +111,7 @@ class Gateway:
         if await self._journal.query(lambda connection: log.rollout(connection, rollout_id)) is None:
             raise UnknownRollout(rollout_id)
 
-    def _call(self, rollout_id: str, body: bytes) -> Call:
+    def _call(self, rollout_id: str, dialect: Dialect, body: bytes, scope: Message) -> Call:
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -119,12 +121,16 @@ class Gateway:
         request = cast("Fields", fields)
         if request.get("use_beam_search"):
             raise BadRequest("use_beam_search is true, beams are not sampled: leave it out in a rollout")
+        items = dialect.request_items(request)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         return Call(
             journal=self._journal,
             rollout_id=rollout_id,
-            dialect="chat",
-            body=request,
-            items=chat.request_items(request),
+            dialect=dialect.NAME,
+            model=request.get("model"),
+            choices=dialect.choices(request),
+            items=items,
+            hints=hints(headers, request, items),
             started_at=self._journal.now(),
         )
 
@@ -150,13 +156,14 @@ class _Client:
 class _Answer:
     """The server's side: holds back what would complete the answer until the log has it."""
 
-    def __init__(self, send: Send, call: Call, client: _Client) -> None:
+    def __init__(self, send: Send, call: Call, dialect: Dialect, client: _Client) -> None:
         self._send = send
         self._call = call
+        self._dialect = dialect
         self._client = client
         self._start: Message = {}
         self._held = bytearray()
-        self._stream: chat.StreamedResponse | None = None
+        self._stream: Stream | None = None
         self._pending = bytearray()
         self._closed = False
 
@@ -166,7 +173,7 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._start = message
             if _is_stream(message):
-                self._stream = chat.StreamedResponse()
+                self._stream = self._dialect.StreamedResponse()
                 await self._send(message)
         elif message["type"] == "http.response.body":
             last = not message.get("more_body", False)
@@ -188,11 +195,10 @@ class _Answer:
             if status >= 400:
                 self._end(status, f"{status}: {_message_of(body)}")
             else:
-                response = _response_of(body)
-                await call.complete(chat.answers(response), response_id=chat.response_id(response))
+                await self._complete(_response_of(body))
         except EngineError as error:
             self._end(error.status, str(error))
-            await _answer_error(self._send, error)
+            await _answer_error(self._send, error, self._dialect)
             return
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -204,18 +210,21 @@ class _Answer:
         else:
             self._call.end("refused" if status < 500 else "failed", reason)
 
-    async def _flow(self, stream: chat.StreamedResponse, data: bytes, *, last: bool) -> None:
+    async def _complete(self, response: Fields) -> None:
+        answers = self._dialect.answers(response)
+        await self._call.complete(answers, response_id=self._dialect.response_id(response))
+
+    async def _flow(self, stream: Stream, data: bytes, *, last: bool) -> None:
         self._pending += data
         while (end := self._pending.find(b"\n\n")) >= 0:
             event = bytes(self._pending[: end + 2])
             del self._pending[: end + 2]
-            payload = _data_of(event)
-            if payload == b"[DONE]":
+            if payload := _data_of(event):
+                stream.take(payload)
+            if stream.ended:
                 self._held += event
                 await self._finish_stream(stream)
                 return
-            if payload:
-                stream.feed(cast("Fields", json.loads(payload)))
             if stream.completed or stream.failed is not None:
                 self._held += event
             else:
@@ -223,39 +232,49 @@ class _Answer:
         if last:
             await self._finish_stream(stream)
 
-    async def _finish_stream(self, stream: chat.StreamedResponse) -> None:
+    async def _finish_stream(self, stream: Stream) -> None:
         self._closed = True
-        call = self._call
         try:
             if stream.failed is not None:
                 self._end(500, stream.failed)
             elif not stream.completed:
                 self._end(500, "the stream ended before every choice had finished")
             else:
-                response = stream.response()
-                await call.complete(chat.answers(response), response_id=chat.response_id(response))
+                await self._complete(stream.response())
         except EngineError as error:
             self._end(500, str(error))
-            self._held[:] = b"data: " + json.dumps(chat.error_body(error)).encode() + b"\n\n"
+            self._held[:] = stream.error_event(error)
         await self._send({"type": "http.response.body", "body": bytes(self._held), "more_body": False})
 
 
 def _route(scope: Message) -> tuple[str | None, str]:
     """(rollout, path to serve); no rollout for traffic that is not captured. Raises BadRolloutId, UnknownRoute."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    under = _UNDER_ROLLOUT.fullmatch(path)
+    path = _path(scope)
+    under = _UNDER_ROLLOUT.fullmatch(_own_path(scope))
     if under is not None:
-        rollout_id, path = under["rollout"], under["path"]
-        if path not in _PASSED and path != _CAPTURED:
-            raise UnknownRoute(f"{path} is not served for a rollout: use {_CAPTURED} or {', '.join(sorted(_PASSED))}")
+        rollout_id = under["rollout"]
+        if path not in PASSED and dialect_at(path) is None:
+            served = [*(dialect.PATH for dialect in DIALECTS), *sorted(PASSED)]
+            raise UnknownRoute(f"{path} is not served for a rollout: use {', '.join(served)}")
     else:
         named = [value for name, value in scope["headers"] if name == b"x-turnlog-rollout"]
-        if not named or path != _CAPTURED:
+        if not named or dialect_at(path) is None:
             return None, path
         rollout_id = named[0].decode("latin-1")
     if _ROLLOUT_ID.fullmatch(rollout_id) is None:
         raise BadRolloutId(rollout_id)
     return rollout_id, path
+
+
+def _path(scope: Message) -> str:
+    """The path to serve: what stands behind a rollout's, or the request's own."""
+    path = _own_path(scope)
+    under = _UNDER_ROLLOUT.fullmatch(path)
+    return path if under is None else under["path"]
+
+
+def _own_path(scope: Message) -> str:
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def _moved(scope: Message, path: str) -> Message:
@@ -304,8 +323,8 @@ def _message_of(body: bytes) -> str:
     return text[:500]
 
 
-async def _answer_error(send: Send, error: EngineError) -> None:
-    body = json.dumps(chat.error_body(error)).encode()
+async def _answer_error(send: Send, error: EngineError, dialect: Dialect) -> None:
+    body = json.dumps(dialect.error_body(error)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, LogDown):
         headers.append((b"retry-after", str(error.retry_after).encode()))

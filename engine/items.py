@@ -4,6 +4,9 @@ Knows what a message, a reasoning block, a tool call and a tool result are, and 
 does not know a wire format, a database or a model server. Law: equal digests mean that the model is shown the same
 thing; a change of any rule here is a new `HASH_VERSION` (design §5).
 
+A hosted item is what a server's own tool did (a web search, a computer's screen): it is told apart from others, but
+what of it a model is shown only that server knows, so a request that holds one is compared with nothing.
+
 The same: a string and a list with that one text part; text in one part or in several next to each other (a refusal is
 text); null, absent, `""` and an empty list; tool arguments in any spacing, key order or number notation; media bytes
 in any base64 spelling. Different: white space, order, roles, names, ids of tool calls.
@@ -24,7 +27,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 from urllib.parse import unquote_to_bytes
@@ -34,8 +37,8 @@ from pydantic import JsonValue
 from store import hashing
 from store.events import ItemTrace
 
-Kind = Literal["message", "reasoning", "tool_call", "tool_result"]
-Role = Literal["system", "developer", "user", "assistant", "reasoning", "tool_call", "tool_result"]
+Kind = Literal["message", "reasoning", "tool_call", "tool_result", "hosted"]
+Role = Literal["system", "developer", "user", "assistant", "reasoning", "tool_call", "tool_result", "hosted"]
 """Who a message is from; for the other kinds the kind itself."""
 MessageRole = Literal["system", "developer", "user", "assistant"]
 MediaKind = Literal["image", "audio", "video", "file"]
@@ -94,22 +97,24 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One canonical piece of a request or an answer; made by the four constructors below."""
+    """One canonical piece of a request or an answer; made by the five constructors below."""
 
     kind: Kind
     role: Role
     digest: bytes
     text: str = ""
-    """A message's or tool result's joined text; reasoning's text or opaque payload."""
+    """A message's or tool result's joined text; reasoning's text or opaque payload; what kind a hosted item is."""
     media: tuple[Media, ...] = ()
     call: ToolCall | None = None
     opaque: bool = False
     """The reasoning is a payload that only its server can read."""
+    item_id: str | None = field(default=None, compare=False)
+    """What the wire calls this item, such as `msg_1` or a thinking block's signature; no part of what it says."""
 
     @property
     def model_authored(self) -> bool:
-        """Whether only a model writes such an item; a harness may still have made it up."""
-        return self.role == "assistant" or self.kind in ("reasoning", "tool_call")
+        """Whether only a model, or its server's own tool, writes such an item; a harness may still have made it up."""
+        return self.role == "assistant" or self.kind in ("reasoning", "tool_call", "hosted")
 
     @property
     def media_count(self) -> int:
@@ -123,6 +128,7 @@ class Item:
         parts: Sequence[str | Media] = (),
         *,
         attributes: Mapping[str, JsonValue] | None = None,
+        item_id: str | None = None,
     ) -> Item:
         """A message; `attributes` are what else of it a template may show, such as the sender's name.
 
@@ -132,21 +138,27 @@ class Item:
         joined = _joined(parts)
         fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": _canonical_parts(joined)}
         return cls(
-            kind="message", role=role, digest=_digest(fields, attributes), text=_text(joined), media=_media(joined)
+            kind="message",
+            role=role,
+            digest=_digest(fields, attributes),
+            text=_text(joined),
+            media=_media(joined),
+            item_id=item_id,
         )
 
     @classmethod
-    def reasoning(cls, text: str, *, opaque: bool = False) -> Item:
+    def reasoning(cls, text: str, *, opaque: bool = False, item_id: str | None = None) -> Item:
         """A reasoning block: its text, or the opaque payload that stands for it."""
         fields: dict[str, JsonValue] = {"kind": "reasoning", "opaque" if opaque else "text": text}
-        return cls(kind="reasoning", role="reasoning", digest=_digest(fields), text=text, opaque=opaque)
+        digest = _digest(fields)
+        return cls(kind="reasoning", role="reasoning", digest=digest, text=text, opaque=opaque, item_id=item_id)
 
     @classmethod
-    def tool_call(cls, call_id: str, name: str, arguments: JsonValue) -> Item:
+    def tool_call(cls, call_id: str, name: str, arguments: JsonValue, *, item_id: str | None = None) -> Item:
         """A tool call; `arguments` is JSON text as most wires have it, or the value itself."""
         call = ToolCall(call_id=call_id, name=name, arguments=canonical_arguments(arguments))
         fields: dict[str, JsonValue] = {"kind": "tool_call", "id": call_id, "name": name, "arguments": call.arguments}
-        return cls(kind="tool_call", role="tool_call", digest=_digest(fields), call=call)
+        return cls(kind="tool_call", role="tool_call", digest=_digest(fields), call=call, item_id=item_id)
 
     @classmethod
     def tool_result(
@@ -167,6 +179,12 @@ class Item:
         }
         digest = _digest(fields, attributes)
         return cls(kind="tool_result", role="tool_result", digest=digest, text=_text(joined), media=_media(joined))
+
+    @classmethod
+    def hosted(cls, what: str, content: Mapping[str, JsonValue], *, item_id: str | None = None) -> Item:
+        """What a server's own tool did, by the wire's name for it and with all that the wire says about it."""
+        fields: dict[str, JsonValue] = {"kind": "hosted", "what": what, "content": json.dumps(content, sort_keys=True)}
+        return cls(kind="hosted", role="hosted", digest=_digest(fields), text=what, item_id=item_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

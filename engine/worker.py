@@ -113,7 +113,7 @@ class Worker:
         call = CURRENT.get()
         if call is None or call.admission is not None or len(conversations) != 1:
             return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
-        rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.body.get("model"))
+        rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
         try:
             decision = await self._decide(call, rendering)
             if isinstance(decision, Continuation):
@@ -193,8 +193,9 @@ class Worker:
             rollout_id=call.rollout_id,
             call_ids=tuple(self._journal.new_id() for _ in range(call.choices)),
             dialect=call.dialect,
-            model=str(call.body.get("model") or self._engine.model_config.served_model_name),
+            model=str(call.model or self._engine.model_config.served_model_name),
             items=call.items,
+            hints=call.hints,
             decision=decision,
             policy=self._reasoning,
             request_hash=rendering.keys.request_hash,

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -210,6 +210,54 @@ def rows(
         Console().print(table)
     if out is not None:
         Console(soft_wrap=True).print(f"wrote {len(found.rows)} rows to {out}")
+
+
+@app.command(epilog="Example: [bold]turnlog explain requests.jsonl --reasoning restore[/]")
+def explain(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True, dir_okay=False, readable=True, help="Recorded request streams, one rollout a file."
+        ),
+    ],
+    reasoning: Annotated[
+        Literal["strict", "restore"],
+        typer.Option(help="When a harness drops the model's thoughts: begin a new row (strict), or keep them."),
+    ] = "strict",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a call instead, as it is read.")
+    ] = False,
+) -> None:
+    """Decide recorded calls as a server would, and show how rows would be cut; needs no model and no log.
+
+    A file holds one JSON object a line, in order of arrival: endpoint, request, response; and where they are known seq,
+    t_start_ms, t_end_ms and headers. A line that cannot be read is named, left out, and makes the exit code 1.
+    """
+    from engine.explain import BadLine, Recording
+    from turnlog.explain import ExplainedFile, decided, tables
+
+    found: list[ExplainedFile] = []
+    for file in files:
+        recording = Recording(reasoning, name=str(file))
+        explained = ExplainedFile(name=str(file))
+        # No progress bar beside JSON: it would take what is printed to stdout for its own.
+        with nullcontext() if as_json else _progress(f"Deciding {file}"):
+            for call in decided(recording, file):
+                if isinstance(call, BadLine):
+                    explained.bad_lines += 1
+                    _notes().print(f"[red]turnlog:[/] {escape(str(call))}")
+                elif as_json:
+                    named: dict[str, JsonValue] = {"file": str(file)} if len(files) > 1 else {}
+                    print(json.dumps({**named, **call.as_json()}), flush=True)
+                else:
+                    explained.calls.append(call)
+        explained.rows = recording.rows()
+        found.append(explained)
+    if not as_json:
+        for table in tables(found):
+            Console().print(table)
+    if any(file.bad_lines for file in found):
+        raise typer.Exit(1)
 
 
 @db.command(epilog="Example: [bold]turnlog db upgrade --db postgresql://user@host/turnlog[/]")
