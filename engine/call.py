@@ -20,7 +20,7 @@ from engine.capture import Admission, Generation
 from engine.errors import EngineError, LogDown
 from engine.items import Answer, Item
 from engine.journal import Journal
-from store.events import CallCompleted, Event, RolloutOpened
+from store.events import CallCompleted, RolloutOpened
 
 logger = logging.getLogger("turnlog")
 
@@ -52,7 +52,7 @@ class Call:
         """Make the intent durable. Raises LogDown."""
         self.admission = admission
         try:
-            await self.journal.append([self._opening(), *capture.intents(admission)])
+            await self.journal.open_and_append(self.rollout_id, capture.intents(admission))
         except LogDown:
             self.ended = True  # nothing reached the log, so nothing is owed to it
             raise
@@ -96,11 +96,9 @@ class Call:
             return
         self.ended = True
         events = capture.ended(self.admission, self.generation, state=state, reason=reason, at=self.journal.now())
-        self.journal.append_later([self._opening(), *events])
+        opening = RolloutOpened(rollout_id=self.rollout_id, opened_at=self.started_at)
+        self.journal.append_later([opening, *events])
         logger.info("rollout %s: call %s %s: %s", self.rollout_id, self.admission.call_ids[0], state, reason)
-
-    def _opening(self) -> Event:
-        return RolloutOpened(rollout_id=self.rollout_id, opened_at=self.started_at)
 
     def _remember(self, admission: Admission, event: CallCompleted) -> None:
         sampled = self.generation.choices[event.choice].token_ids

@@ -335,7 +335,7 @@ def _answers(dialect: Dialect, response: JsonValue) -> _Response:
     status = response.get("status")
     for mark in ("error", "stream_cut", "client_gone"):
         if response.get(mark):
-            return _Response(no_answer=f"{mark} {status}" if mark == "error" else mark)
+            return _Response(no_answer=f"{mark} {status}" if isinstance(status, int) and status >= 400 else mark)
     try:
         return _Response(answers=dialect.answers(response))
     except UnreadableAnswer as error:

@@ -25,7 +25,7 @@ from engine.errors import LogDown
 from store import lineage, log
 from store.database import read
 from store.errors import LogError
-from store.events import CallEnded, Event, uuid7
+from store.events import CallEnded, Event, RolloutOpened, uuid7
 from store.lineage import KnownCall, TracedCall
 from store.writer import Writer as GroupCommit
 
@@ -34,6 +34,8 @@ logger = logging.getLogger("turnlog")
 _T = TypeVar("_T")
 _CACHED_TOKENS = 16_000_000
 """Tokens of recent chains kept in memory: 64 MB as int32."""
+_OPEN_KEPT = 100_000
+"""Rollouts remembered as open; beyond that all are forgotten, which costs one statement each."""
 _IN_FLIGHT = 512
 """Appends waiting for their commit at once; beyond that, calls wait for their turn."""
 
@@ -48,6 +50,7 @@ class Journal:
         self._writer_id = self.new_id()
         self._writer_seq = 0
         self._turns = asyncio.Semaphore(_IN_FLIGHT)
+        self._open: set[str] = set()
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
         self._chain_tokens = 0
 
@@ -92,6 +95,16 @@ class Journal:
         while self._chain_tokens > _CACHED_TOKENS and len(self._chains) > 1:
             _, dropped = self._chains.popitem(last=False)
             self._chain_tokens -= len(dropped)
+
+    async def open_and_append(self, rollout_id: str, events: Sequence[Event]) -> None:
+        """Append events of a rollout that may be new: its opening goes first, once. Raises LogDown."""
+        if rollout_id in self._open:
+            await self.append(events)
+            return
+        await self.append([RolloutOpened(rollout_id=rollout_id, opened_at=self.now()), *events])
+        if len(self._open) >= _OPEN_KEPT:
+            self._open.clear()
+        self._open.add(rollout_id)
 
     async def append(self, events: Sequence[Event]) -> None:
         """Append the events in one transaction; returns when they are durable. Raises LogDown."""

@@ -11,6 +11,7 @@ private key, taken out before the engine sees it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import logging
@@ -266,7 +267,8 @@ class Worker:
         if call is None:
             return self._generate(prompt, sampling_params, request_id, **options)
         if sampling_params.logprobs is None:
-            # The sampled token's alone. The server shows log-probabilities only to a client that asked for them.
+            # The sampled token's alone, on a copy: the server shows a client what it asked for itself.
+            sampling_params = copy.copy(sampling_params)
             sampling_params.logprobs = 0
         return self._captured(call, prompt, sampling_params, request_id, options)
 

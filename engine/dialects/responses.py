@@ -160,8 +160,8 @@ class StreamedResponse(wire.Stream):
         """Take the next event; those that tell of an item's making add nothing to the item when it is done."""
         kind = event.get("type")
         try:
-            if "sequence_number" in event:
-                self._sequence = index_of(event, "", "sequence_number") + 1
+            if isinstance(number := event.get("sequence_number"), int):
+                self._sequence = number + 1
             known = self._events.get(kind) if isinstance(kind, str) else None
             if known is not None:
                 self._take(str(kind), _read(known, event))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.dialects.chat import StreamedResponse, answers, error_body, request_items, response_id
+from engine.dialects.chat import StreamedResponse, answers, choices, error_body, request_items, response_id
 from engine.errors import (
     BadRequest,
     BadRolloutId,
@@ -228,6 +228,18 @@ def test_an_unknown_kind_is_named_and_never_skipped(message: dict[str, Any], kin
     assert len(str(caught.value)) < 300
 
 
+def test_a_request_for_beams_is_refused() -> None:
+    with pytest.raises(BadRequest, match="use_beam_search is true") as caught:
+        request_items({"messages": [], "use_beam_search": True})
+    assert caught.value.param == "use_beam_search"
+
+
+@pytest.mark.parametrize(("n", "expected"), [(None, 1), (1, 1), (3, 3), (0, 1), (-1, 1), ("2", 1), (True, 1)])
+def test_a_request_asks_for_n_answers(n: Any, expected: int) -> None:
+    assert choices({"n": n}) == expected
+    assert choices({}) == 1
+
+
 def test_lone_surrogates_in_a_request_are_read() -> None:
     bad = "\ud800"
     found = items_of(
@@ -371,6 +383,22 @@ def test_an_error_or_an_unreadable_chunk_fails_the_stream(chunk: dict[str, Any],
     stream.feed(chunk)
     assert stream.failed is not None
     assert said in stream.failed
+
+
+def test_a_stream_takes_the_data_of_its_events_and_ends_with_done() -> None:
+    stream = StreamedResponse()
+    stream.take(b'{"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}')
+    assert (stream.completed, stream.ended, stream.failed) == (True, False, None)
+    stream.take(b" [DONE]\r")
+    assert stream.ended
+    stream.take(b"{")
+    assert stream.failed == "the server's stream cannot be captured: b'{' is no JSON object"
+
+
+def test_a_stream_whose_commit_fails_ends_with_the_error() -> None:
+    event = StreamedResponse().error_event(LogDown("disk full"))
+    assert event.startswith(b'data: {"error": {"message": "the log is down')
+    assert event.endswith(b"\n\n")
 
 
 def test_an_unknown_delta_is_not_lost() -> None:

@@ -81,6 +81,7 @@ class Log:
                 chain_hash=b"",
                 reasoning_digest=reasoning_digest(answer),
                 response_id=None,
+                answer_item_ids=tuple(item.item_id for item in answer if item.item_id is not None),
             )
         )
         self.traced.append(
@@ -214,6 +215,61 @@ def test_of_several_hits_the_deepest_then_the_latest_is_the_parent() -> None:
     assert (parent(decision), decision.candidates) == (2, 2)
     log.known[0] = replace(log.known[0], depth=3)
     assert parent(log.decide(request)) == 1
+
+
+def named(text: str, item_id: str | None) -> Item:
+    return Item.message("assistant", [text], item_id=item_id)
+
+
+def test_of_several_hits_those_whose_item_ids_come_back_are_preferred() -> None:
+    log = Log()
+    for item_id in ("msg_1", "msg_2", "msg_3"):
+        log.serve([SYSTEM, TASK], named("same", item_id))
+    log.known[2] = replace(log.known[2], depth=3)
+    for item_id, expected in (("msg_1", 1), ("msg_2", 2), (None, 3), ("msg_of_another_rollout", 3)):
+        decision = log.decide([SYSTEM, TASK, named("same", item_id), asks("Go on.")])
+        assert isinstance(decision, Continuation)
+        assert (parent(decision), decision.candidates) == (expected, 3)
+
+
+def test_an_id_that_stands_before_the_answer_prefers_nothing() -> None:
+    log = Log()
+    log.serve([SYSTEM, TASK], named("same", "msg_1"))
+    log.serve([SYSTEM, TASK], named("same", "msg_2"))
+    before = [SYSTEM, TASK, named("same", "msg_2"), asks("Again.")]
+    log.serve(before, named("same", "msg_3"))
+    log.serve(before, named("same", "msg_2"))  # an id that is used twice names nothing
+    assert parent(log.decide([*before, named("same", "msg_3"), asks("More.")])) == 3
+    assert parent(log.decide([*before, named("same", None), asks("More.")])) == 4
+
+
+def test_item_ids_help_no_call_whose_reasoning_was_edited() -> None:
+    log = Log()
+    log.serve([SYSTEM, TASK], thinks("one"), named("same", "msg_1"))
+    log.serve([SYSTEM, TASK], thinks("two"), named("same", "msg_2"))
+    assert parent(log.decide([SYSTEM, TASK, thinks("two"), named("same", "msg_1"), asks("Go on.")])) == 2
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_request_with_a_hosted_item_is_a_root_that_names_it(place: int) -> None:
+    log = Log(policy="restore")
+    log.serve([SYSTEM, TASK], calls(1))
+    request = [SYSTEM, TASK, calls(1), gives(1)]
+    request.insert(place, Item.hosted("web_search_call", {"id": "ws_1"}))
+    decision = log.decide(request)
+    evidence = root(decision, "hosted_item:web_search_call")
+    assert (decision.candidates, evidence["first_difference"], evidence["role_here"]) == (0, place, "hosted")
+    assert candidate_keys(request, RENDER).starts == {}
+    log.serve(request, calls(2))
+    assert root(log.decide([*request, calls(2), gives(2)]), "hosted_item:web_search_call")
+    assert parent(log.decide([SYSTEM, TASK, calls(1), gives(1)])) == 1
+
+
+def test_an_answer_with_a_hosted_item_is_continued_by_nothing() -> None:
+    log = Log(policy="restore")
+    searched = Item.hosted("web_search_call", {"id": "ws_1"})
+    log.serve([SYSTEM, TASK], searched, says("Found."))
+    assert root(log.decide([SYSTEM, TASK, searched, says("Found."), asks("More.")]), "hosted_item:web_search_call")
 
 
 def test_a_hit_of_another_hash_version_never_counts() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.dialects import chat, messages, responses
 from engine.items import (
     OUTER_SPACE,
     Item,
@@ -288,8 +289,149 @@ def test_only_what_a_model_writes_is_model_authored() -> None:
             Item.message("assistant", ["x"]),
             Item.reasoning("x"),
             Item.tool_call("c", "t", "{}"),
+            Item.hosted("web_search_call", {}),
         )
-    ] == [False, False, False, False, True, True, True]
+    ] == [False, False, False, False, True, True, True, True]
+
+
+def test_what_the_wire_calls_an_item_does_not_count() -> None:
+    assert Item.message("assistant", ["x"], item_id="msg_1") == Item.message("assistant", ["x"])
+    assert Item.tool_call("c", "t", "{}", item_id="fc_1").digest == Item.tool_call("c", "t", "{}").digest
+    assert Item.reasoning("x", item_id="rs_1").item_id == "rs_1"
+
+
+def test_hosted_items_differ_by_all_that_they_say() -> None:
+    item = Item.hosted("mcp_call", {"a": 1.5, "b": [float("nan")]})
+    assert item.digest == Item.hosted("mcp_call", {"b": [float("nan")], "a": 1.5}).digest
+    assert item.digest != Item.hosted("mcp_call", {"a": 1.5}).digest
+    assert item.digest != Item.hosted("web_search_call", {"a": 1.5, "b": [float("nan")]}).digest
+    assert item.text == "mcp_call"
+    assert traces([item])[0].role == "hosted"
+
+
+words = st.text(max_size=6)
+images = st.binary(min_size=1, max_size=6).map(lambda raw: {"image": base64.b64encode(raw).decode()})
+spoken = st.lists(words | images, max_size=3)
+thoughts = st.text(min_size=1, max_size=6)
+turns = st.builds(
+    lambda thought, said, calls, results, more: {
+        "thought": thought, "said": said, "calls": calls, "results": results[: len(calls)], "more": more
+    },
+    st.none() | thoughts, words, st.lists(st.tuples(st.sampled_from("ab"), arguments), max_size=2),
+    st.lists(spoken, min_size=2, max_size=2), spoken.filter(any),
+)  # fmt: skip
+conversations = st.fixed_dictionaries(
+    {"system": words, "task": spoken.filter(any), "turns": st.lists(turns, max_size=3)}
+)
+
+
+@few
+@given(conversations)
+def test_one_conversation_is_the_same_items_in_every_dialect(told: dict[str, Any]) -> None:
+    found = chat.request_items(in_chat(told))
+    assert responses.request_items(in_responses(told)) == found
+    assert messages.request_items(in_messages(told)) == found
+
+
+@few
+@given(turns)
+def test_one_answer_is_the_same_items_in_every_dialect(turn: dict[str, Any]) -> None:
+    in_choice = {"index": 0, "message": assistant_in_chat(0, turn), "finish_reason": "stop"}
+    (in_one,) = chat.answers({"choices": [in_choice]})
+    (in_other,) = responses.answers({"output": output_in_responses(0, turn)})
+    (in_third,) = messages.answers({"content": content_in_messages(0, turn)})
+    assert in_one.items == in_other.items == in_third.items
+    assert answer_key(in_one.items) == answer_key(in_third.items)
+
+
+def in_chat(told: dict[str, Any]) -> dict[str, Any]:
+    def parts(content: list[Any]) -> list[Any]:
+        return [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{part['image']}"}}
+            for part in content
+        ]
+
+    sent: list[Any] = [{"role": "system", "content": told["system"]}] if told["system"] else []
+    sent.append({"role": "user", "content": parts(told["task"])})
+    for n, turn in enumerate(told["turns"]):
+        sent.append(assistant_in_chat(n, turn))
+        for at, result in enumerate(turn["results"]):
+            sent.append({"role": "tool", "tool_call_id": f"c{n}{at}", "content": parts(result)})
+        sent.append({"role": "user", "content": parts(turn["more"])})
+    return {"messages": sent}
+
+
+def assistant_in_chat(n: int, turn: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {"id": f"c{n}{at}", "type": "function", "function": {"name": name, "arguments": json.dumps(value)}}
+        for at, (name, value) in enumerate(turn["calls"])
+    ]
+    return {"role": "assistant", "reasoning": turn["thought"], "content": turn["said"] or None, "tool_calls": calls}
+
+
+def in_responses(told: dict[str, Any]) -> dict[str, Any]:
+    def parts(content: list[Any]) -> list[Any]:
+        return [
+            {"type": "input_text", "text": part}
+            if isinstance(part, str)
+            else {"type": "input_image", "image_url": f"data:image/png;base64,{part['image']}"}
+            for part in content
+        ]
+
+    sent: list[Any] = [{"role": "user", "content": parts(told["task"])}]
+    for n, turn in enumerate(told["turns"]):
+        sent += output_in_responses(n, turn)
+        for at, result in enumerate(turn["results"]):
+            sent.append({"type": "function_call_output", "call_id": f"c{n}{at}", "output": parts(result)})
+        sent.append({"type": "message", "role": "user", "content": parts(turn["more"])})
+    return {"instructions": told["system"] or None, "input": sent}
+
+
+def output_in_responses(n: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if turn["thought"] is not None:
+        block = {"type": "reasoning_text", "text": turn["thought"]}
+        items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [block]})
+    if turn["said"] or not (items or turn["calls"]):
+        items.append(
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": turn["said"]}]}
+        )
+    return items + [
+        {"type": "function_call", "call_id": f"c{n}{at}", "name": name, "arguments": json.dumps(value)}
+        for at, (name, value) in enumerate(turn["calls"])
+    ]
+
+
+def in_messages(told: dict[str, Any]) -> dict[str, Any]:
+    def blocks(content: list[Any]) -> list[Any]:
+        return [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": part["image"]}}
+            for part in content
+        ]
+
+    sent: list[Any] = [{"role": "user", "content": blocks(told["task"])}]
+    for n, turn in enumerate(told["turns"]):
+        sent.append({"role": "assistant", "content": content_in_messages(n, turn)})
+        results = [
+            {"type": "tool_result", "tool_use_id": f"c{n}{at}", "content": blocks(result)}
+            for at, result in enumerate(turn["results"])
+        ]
+        sent.append({"role": "user", "content": [*results, *blocks(turn["more"])]})
+    return {"system": told["system"], "messages": sent}
+
+
+def content_in_messages(n: int, turn: dict[str, Any]) -> list[dict[str, Any]]:
+    thought = [] if turn["thought"] is None else [{"type": "thinking", "thinking": turn["thought"], "signature": "s"}]
+    said = [{"type": "text", "text": turn["said"]}] if turn["said"] else []
+    calls = [
+        {"type": "tool_use", "id": f"c{n}{at}", "name": name, "input": value}
+        for at, (name, value) in enumerate(turn["calls"])
+    ]
+    return [*thought, *said, *calls]
 
 
 def test_the_canonical_form_does_not_change_without_a_new_version() -> None:

@@ -51,12 +51,14 @@ def test_a_call_is_found_by_its_summary_hash_in_its_own_rollout_only(database, c
 
 def test_every_call_with_the_same_summary_hash_is_found_in_order(database, chain_maker):
     root, first = chain_maker([(5, 5), (5, 5)])
-    retry = first.model_copy(update={"call_id": uuid7(9, bytes(10)), "writer_seq": 99, "reasoning_digest": None})
+    other = {"reasoning_digest": None, "answer_item_ids": ("msg_1", "fc_1")}
+    retry = first.model_copy(update={"call_id": uuid7(9, bytes(10)), "writer_seq": 99, **other})
     append(database, root, first, retry)
     with read(database) as connection:
         found = lineage.find_by_summary(connection, "r1", [root.summary_hash, first.summary_hash])
     assert [known.call_id for known in found] == [root.call_id, first.call_id, retry.call_id]
     assert [known.reasoning_digest for known in found] == [root.reasoning_digest, first.reasoning_digest, None]
+    assert [known.answer_item_ids for known in found] == [(), (), ("msg_1", "fc_1")]
 
 
 def test_a_chain_of_2000_calls_comes_back_token_for_token(database, chain_maker):

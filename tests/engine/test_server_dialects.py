@@ -1,0 +1,157 @@
+"""Responses and Messages on the real model server, driven by the official clients, plain and streamed."""
+
+import json
+from itertools import groupby, pairwise
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import Anthropic
+from anthropic import BadRequestError as AnthropicBadRequest
+from openai import BadRequestError, OpenAI
+
+from store import log
+from store.database import read
+from store.events import CallCompleted
+from store.lineage import chain_tokens
+
+MODEL = "demo"
+
+
+def calls_of(server: Any, rollout: str) -> list[CallCompleted]:
+    with read(server.database) as connection:
+        return log.calls(connection, rollout)
+
+
+def assert_one_exact_chain(server: Any, rollout: str, turns: int) -> None:
+    calls = calls_of(server, rollout)
+    assert [call.decision for call in calls] == ["root", *["continuation"] * (turns - 1)], [c.reason for c in calls]
+    with read(server.database) as connection:
+        chains = [chain_tokens(connection, call.call_id).tolist() for call in calls]
+    for earlier, later in pairwise(chains):
+        assert later[: len(earlier)] == earlier
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_of_several_turns_are_one_exact_chain(server: Any, stream: bool) -> None:
+    rollout = f"responses-{stream}"
+    client = OpenAI(base_url=f"{server.address}/rollouts/{rollout}/v1", api_key="none", max_retries=0)
+    items: list[Any] = [{"role": "user", "content": "Talk to me."}]
+    for turn in range(4):
+        asked: dict[str, Any] = {
+            "model": MODEL, "input": items, "instructions": "Be brief.", "max_output_tokens": 24, "store": False,
+        }  # fmt: skip
+        if stream:
+            with client.responses.stream(**asked) as events:
+                events.until_done()
+                answer = events.get_final_response()
+        else:
+            answer = client.responses.create(**asked)
+        echoed = [item.model_dump(exclude_none=True) for item in answer.output]
+        items = [*items, *echoed, {"role": "user", "content": f"And then, {turn}?"}]
+        assert answer.usage is not None
+        assert answer.usage.output_tokens <= 24
+    assert_one_exact_chain(server, rollout, 4)
+    assert {call.dialect for call in calls_of(server, rollout)} == {"responses"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_of_several_turns_are_one_exact_chain(server: Any, stream: bool) -> None:
+    rollout = f"messages-{stream}"
+    client = Anthropic(base_url=f"{server.address}/rollouts/{rollout}", api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "Talk to me."}]
+    for turn in range(4):
+        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "system": "Be brief.", "max_tokens": 24}
+        if stream:
+            with client.messages.stream(**asked) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**asked)
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        messages = [*messages, {"role": "assistant", "content": blocks}]
+        messages.append({"role": "user", "content": f"And then, {turn}?"})
+        assert answer.usage.output_tokens <= 24
+    assert_one_exact_chain(server, rollout, 4)
+    assert {call.dialect for call in calls_of(server, rollout)} == {"messages"}
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_is_the_one_that_stock_vllm_gives(server: Any, path: str, stream: bool) -> None:
+    """But for ids and times, which differ between any two answers."""
+    body: dict[str, Any] = {"model": MODEL, "stream": stream, "temperature": 0}
+    if path == "/v1/responses":
+        body |= {"input": "Hello", "max_output_tokens": 12}
+    else:
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+    rollout = f"stock{path.replace('/', '-')}-{stream}"
+    stock = httpx.post(f"{server.address}{path}", json=body, timeout=60)
+    ours = httpx.post(f"{server.address}/rollouts/{rollout}{path}", json=body, timeout=60)
+    assert stock.status_code == ours.status_code == 200
+    assert shape(ours.text, stream) == shape(stock.text, stream)
+    assert len(calls_of(server, rollout)) == 1
+
+
+def shape(text: str, stream: bool) -> Any:
+    """What an answer says, without what is new in each."""
+    if not stream:
+        return anonymous(json.loads(text))
+    events = [anonymous(json.loads(line[6:])) for line in text.splitlines() if line.startswith("data: {")]
+    # How many tokens one event carries depends on the moment: runs of one kind are taken together.
+    runs = [(kind, list(run)) for kind, run in groupby(events, key=lambda event: event["type"])]
+    said = [(kind, "".join(text_of(event) for event in run)) for kind, run in runs]
+    return said, {**events[-1], "sequence_number": None}
+
+
+def text_of(event: dict[str, Any]) -> str:
+    delta = event.get("delta") or ""
+    return delta if isinstance(delta, str) else "".join(str(delta.get(key, "")) for key in ("text", "thinking"))
+
+
+def anonymous(value: Any) -> Any:
+    if isinstance(value, dict):
+        new = ("id", "item_id", "created_at", "completed_at", "request_id", "signature")
+        return {key: anonymous(inner) for key, inner in value.items() if key not in new}
+    return [anonymous(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_a_prompt_too_long_is_said_in_each_dialects_own_words(server: Any) -> None:
+    long = "word " * 20_000
+    client = OpenAI(base_url=f"{server.address}/rollouts/too-long/v1", api_key="none", max_retries=0)
+    with pytest.raises(BadRequestError) as refused:
+        client.responses.create(model=MODEL, input=long)
+    assert refused.value.code == "context_length_exceeded"
+    anthropic = Anthropic(base_url=f"{server.address}/rollouts/too-long", api_key="none", max_retries=0)
+    with pytest.raises(AnthropicBadRequest, match="prompt is too long") as too_long:
+        anthropic.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "user", "content": long}])
+    assert too_long.value.body["type"] == "error"  # type: ignore[index]
+
+
+def test_tokens_are_counted_without_a_trace_in_the_log(server: Any) -> None:
+    client = Anthropic(base_url=f"{server.address}/rollouts/counted", api_key="none", max_retries=0)
+    counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
+    assert counted.input_tokens > 3
+    assert calls_of(server, "counted") == []
+
+
+def test_one_rollout_may_speak_several_dialects(server: Any) -> None:
+    """The same conversation goes on in another dialect: the items are the same, so it is one chain."""
+    base = f"{server.address}/rollouts/polyglot"
+    chat = OpenAI(base_url=f"{base}/v1", api_key="none")
+    first = chat.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hello"}], max_tokens=12
+    ).choices[0].message  # fmt: skip
+    thought = first.model_dump().get("reasoning")
+    blocks: list[Any] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+    blocks += [{"type": "text", "text": first.content}] if first.content else []
+    Anthropic(base_url=base, api_key="none").messages.create(
+        model=MODEL,
+        max_tokens=12,
+        messages=[
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": "Go on."},
+        ],
+    )
+    assert [call.dialect for call in calls_of(server, "polyglot")] == ["chat", "messages"]
+    assert_one_exact_chain(server, "polyglot", 2)
