@@ -31,3 +31,22 @@ $(READY): pyproject.toml
 	$(RUN)/python -m pip install --editable '.[cpu,megatron]' --group dev
 	$(RUN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(READY)
+
+# Stock agent harnesses against the server (harnesses/README.md). Needs npm; most of the Python ones ask for 3.12.
+HARNESS_PYTHON ?= python3.12
+HARNESSES := harnesses/.work
+
+.PHONY: harnesses
+harnesses: $(READY) $(HARNESSES)/npm/.ready $(patsubst %,$(HARNESSES)/%/.ready,agents openhands vibe)
+	$(RUN)/python harnesses/run.py $(ONLY)
+
+$(HARNESSES)/npm/.ready: harnesses/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund --no-update-notifier
+	touch $@
+
+$(HARNESSES)/%/.ready: harnesses/requirements/%.txt
+	$(HARNESS_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	touch $@

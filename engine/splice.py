@@ -278,12 +278,15 @@ def _runs(roles: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(role for i, role in enumerate(roles) if i < 2 or not role == roles[i - 1] == roles[i - 2])
 
 
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+
+
 def _text_only(message: Message) -> bool:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return True
     return isinstance(content, Sequence) and all(
-        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in ("text", "refusal"))
+        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS)
         for part in content
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -225,8 +226,15 @@ def _run_postgres(server: str, statement: str) -> None:
     database.dispose()
 
 
+MODELS = (NAME, "stub-model", "claude-sonnet-4-5", "gpt-5.1-codex")
+"""What the session's model answers to: its own name, and those in the recordings."""
+
+
 class ModelServer:
-    """The real model server of the test session, with its log in a SQLite file; can be killed and started again."""
+    """The real model server of the test session, with its log in a SQLite file; can be killed and started again.
+
+    What it samples can be scripted (`tests/scripted`): calls that nobody scripted are sampled as ever.
+    """
 
     worker = NAME
 
@@ -236,13 +244,26 @@ class ModelServer:
         migrate.upgrade(self.database)
         self._model = build_model(folder / "model")
         self._running: RunningServer | None = None
+        self.reasoning = "restore"
+        """The policy under which it starts next."""
 
     @property
     def address(self) -> str:
         """Where it listens; starts it when it does not run."""
         if self._running is None:
             url = self.database.url.render_as_string()
-            self._running = start_server(self._model, url=url, log=self.log)
+            found_in = [str(Path(__file__).parent / "scripted"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._running = start_server(
+                self._model,
+                url=url,
+                log=self.log,
+                flags=("--reasoning", self.reasoning, "--served-model-name", *MODELS),
+                environment={
+                    "PYTHONPATH": os.pathsep.join(found_in),
+                    "VLLM_PLUGINS": "scripted",
+                    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one that knows custom logits processors
+                },
+            )
         return self._running.address
 
     def kill(self) -> None:

@@ -177,24 +177,26 @@ class StreamedResponse(wire.Stream):
         return {**final, "output": final.get("output") or [item for _, item in sorted(self._items.items())]}
 
     def error_event(self, error: EngineError) -> bytes:
-        """`response.failed`: the one event with an error that clients take for the end of a response."""
+        """As OpenAI sends it: an `error`, at which most clients raise, then `response.failed`, which Codex reads."""
         shown = object_of(error_body(error)["error"], "error")
         code = shown["code"] if isinstance(shown["code"], str) else "server_error"
-        failed: dict[str, JsonValue] = {"code": code, "message": shown["message"]}
-        response: JsonValue = {**self._head, "status": "failed", "output": [], "error": failed}
-        data: dict[str, JsonValue] = {
+        told: dict[str, JsonValue] = {"code": code, "message": shown["message"], "param": shown["param"]}
+        told_alone: JsonValue = {"type": shown["type"], **told}
+        response: JsonValue = {**self._head, "status": "failed", "output": [], "error": told}
+        first: dict[str, JsonValue] = {"type": "error", "sequence_number": self._sequence, **told, "error": told_alone}
+        last: dict[str, JsonValue] = {
             "type": "response.failed",
-            "sequence_number": self._sequence,
+            "sequence_number": self._sequence + 1,
             "response": response,
         }
-        return wire.sse(data, name="response.failed")
+        return wire.sse(first, name="error") + wire.sse(last, name="response.failed")
 
-    def _take(self, kind: str, event: Fields) -> None:
+    def _take(self, kind: str, event: dict[str, JsonValue]) -> None:
         match kind:
             case "response.output_item.done":
                 self._items[index_of(event, "", "output_index")] = object_of(event.get("item"), "item")
             case "error":
-                self._fail(event)
+                self._fail(object_of(event.get("error") or event, "error"))
             case "response.created":
                 self._head = object_of(event.get("response"), "response")
             case _:
@@ -211,7 +213,7 @@ class StreamedResponse(wire.Stream):
 
 def _read(known: type[BaseModel], event: Fields) -> dict[str, JsonValue]:
     """The event as the official client reads it: what it does not know is kept, what is missing stays missing."""
-    return cast("dict[str, JsonValue]", known.construct(None, **event).to_dict(warnings=False))
+    return cast("dict[str, JsonValue]", known.construct(None, **event).to_dict(mode="python", warnings=False))
 
 
 def _item(item: Fields, where: str) -> Item:

@@ -7,10 +7,8 @@ log then holds are matched with the recorded ones through what the script saw on
 
 import asyncio
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +20,15 @@ import pytest
 from sqlalchemy import Engine
 
 from engine.dialects.routes import DIALECTS
-from store import log, migrate
-from store.database import open_database, read
+from store import log
+from store.database import read
 from store.events import CallAdmitted, CallCompleted, CallEnded, logprob_array
 from store.lineage import chain_tokens
 from tests.scripted import player
 from tests.scripted.player import CHAT, Fields, Played
-from turnlog.demo.model import build_model
-from turnlog.demo.server import start_server
 
 RECORDINGS = Path(__file__).parents[2] / "../shared/recordings"
 CAPTURED = frozenset(dialect.PATH for dialect in DIALECTS)
-FLAGS = (
-    *("--reasoning", "restore"),
-    *("--served-model-name", "demo", "stub-model", "claude-sonnet-4-5", "gpt-5.1-codex"),
-)
-FOUND_IN = [str(Path(__file__).parents[1] / "scripted"), *filter(None, [os.environ.get("PYTHONPATH")])]
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(FOUND_IN), "VLLM_PLUGINS": "scripted"}
 SIDE_BY_SIDE = 6
 CASES = [
     (path.parent.name, flip)
@@ -80,17 +70,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("scripted")
-    url = f"sqlite:///{folder}/turnlog.db"
-    database = open_database(url)
-    migrate.upgrade(database)
-    running = start_server(
-        build_model(folder / "model"), url=url, log=folder / "server.log", flags=FLAGS, environment=ENVIRONMENT
-    )
-    yield Server(address=running.address, database=database)
-    running.stop()
-    database.dispose()
+def scripted_server(server: Any) -> Server:
+    return Server(address=server.address, database=server.database)
 
 
 def text_of(answer: httpx.Response) -> str:

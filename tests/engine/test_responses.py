@@ -461,21 +461,47 @@ def test_the_events_that_end_a_response_are_the_official_ones() -> None:
     }
 
 
-def test_a_stream_whose_commit_fails_ends_as_a_failed_response() -> None:
+def events_in(raw: bytes) -> list[dict[str, Any]]:
+    """The events of a piece of a stream; each must be named for its type."""
+    found = []
+    for event in raw.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def test_a_stream_whose_commit_fails_ends_with_an_error_and_a_failed_response() -> None:
     stream = StreamedResponse()
     stream.feed({"type": "response.created", "sequence_number": 0, "response": {"id": "resp_1", "model": "m"}})
     stream.feed({"type": "response.in_progress", "sequence_number": 1, "response": {}})
-    name, data, *_ = stream.error_event(LogDown("disk full")).split(b"\n")
-    assert name == b"event: response.failed"
-    event = json.loads(data.removeprefix(b"data: "))
-    assert (event["type"], event["sequence_number"]) == ("response.failed", 2)
-    assert event["response"]["id"] == "resp_1"
-    assert event["response"]["status"] == "failed"
-    assert event["response"]["error"]["code"] == "server_error"
-    assert "disk full" in event["response"]["error"]["message"]
-    again = StreamedResponse()
-    again.feed(event)
-    assert again.failed == event["response"]["error"]["message"]
+    error = LogDown("disk full")
+    first, last = events_in(stream.error_event(error))
+    assert (first["type"], first["sequence_number"], first["code"]) == ("error", 2, "server_error")
+    assert first["error"]["code"] == "server_error"
+    assert first["message"] == first["error"]["message"] == str(error)
+    assert (last["type"], last["sequence_number"]) == ("response.failed", 3)
+    assert (last["response"]["id"], last["response"]["status"]) == ("resp_1", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["error"]["message"] == str(error)
+    for event in (first, last):
+        again = StreamedResponse()
+        again.feed(event)
+        assert again.failed == str(error)
+
+
+def test_the_official_client_raises_at_a_failed_stream() -> None:
+    from httpx import Client, MockTransport, Response
+    from openai import APIError, OpenAI
+
+    raw = StreamedResponse().error_event(LogDown("disk full"))
+    answer = Response(200, content=raw, headers={"content-type": "text/event-stream"})
+    with (
+        Client(transport=MockTransport(lambda request: answer)) as http,
+        OpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0) as client,
+        pytest.raises(APIError, match="the log is down"),
+    ):
+        [*client.responses.create(model="m", input="x", stream=True)]
 
 
 def test_a_prompt_that_is_too_long_says_so_in_openais_words() -> None:
@@ -488,8 +514,9 @@ def test_a_prompt_that_is_too_long_says_so_in_openais_words() -> None:
             "code": "context_length_exceeded",
         }
     }
-    event = json.loads(StreamedResponse().error_event(error).split(b"data: ")[1])
-    assert event["response"]["error"]["code"] == "context_length_exceeded"
+    first, last = events_in(StreamedResponse().error_event(error))
+    assert first["error"] == error_body(error)["error"]
+    assert last["response"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_other_errors_take_the_shape_that_vllm_gives_them() -> None:

@@ -230,27 +230,6 @@ def test_a_rewritten_context_begins_a_new_row_and_says_where_it_differs(server: 
     assert third.evidence["first_difference"] == 1
 
 
-def test_a_harness_that_drops_reasoning_begins_rows_and_the_server_names_the_flag(server: Any) -> None:
-    client = client_of(server, "forgetful")
-    messages: list[Any] = [{"role": "user", "content": "Think."}]
-    for turn in range(3):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=turn)
-        message = answer.choices[0].message
-        messages = [*messages, {"role": "assistant", "content": message.content or ""}, messages[0]]
-    assert [call.reason for call in calls_of(server, "forgetful")] == [
-        "first_call",
-        "reasoning_dropped",
-        "item_edited",
-    ] or [call.reason for call in calls_of(server, "forgetful")] == [
-        "first_call",
-        "reasoning_dropped",
-        "reasoning_dropped",
-    ]
-    said = server.log.read_text()
-    assert said.count("rollout forgetful: its harness does not send reasoning back") == 1
-    assert "--reasoning restore" in said
-
-
 def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> None:
     """While another process holds the write lock the text flows, but what would complete the answer does not."""
     body = hello(max_tokens=2000, stream=True, ignore_eos=True)
@@ -476,6 +455,7 @@ def test_kill_9_in_mid_stream_leaves_the_intent_and_no_half_event(server: Any) -
         (pending,) = log.pending(connection, worker=server.worker)
         assert pending.rollout_id == "killed"
         assert log.calls(connection, "killed") == log.ends(connection, "killed") == []
+    server.reasoning = "strict"  # as the next test wants it
     assert server.address  # starts again
     (end,) = ends_of(server, "killed")
     assert (end.call_id, end.state) == (pending.call_id, "lost")
@@ -484,3 +464,19 @@ def test_kill_9_in_mid_stream_leaves_the_intent_and_no_half_event(server: Any) -
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=4, extra_body=SILENT
     )
     assert [call.decision for call in calls_of(server, "killed")] == ["root"]
+
+
+def test_a_strict_server_begins_rows_where_reasoning_is_dropped_and_names_the_flag(server: Any) -> None:
+    if server.reasoning != "strict":
+        server.kill()
+        server.reasoning = "strict"
+    client = client_of(server, "forgetful")
+    messages: list[Any] = [{"role": "user", "content": "Think."}]
+    for turn in range(3):
+        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=turn)
+        message = answer.choices[0].message
+        messages = [*messages, {"role": "assistant", "content": message.content or ""}, messages[0]]
+    assert [call.reason for call in calls_of(server, "forgetful")] == ["first_call", *["reasoning_dropped"] * 2]
+    said = server.log.read_text()
+    assert said.count("rollout forgetful: its harness does not send reasoning back") == 1
+    assert "--reasoning restore" in said

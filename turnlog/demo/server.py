@@ -74,6 +74,7 @@ def start_server(
     *,
     url: str,
     log: Path,
+    worker: str = NAME,
     on_wait: Callable[[str], None] = lambda _: None,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -84,7 +85,7 @@ def start_server(
     demo's own. Raises ServerFailed with the log's last lines.
     """
     port = _free_port()
-    arguments = [sys.executable, "-m", "turnlog", "serve", str(model), "--db", url, "--worker", NAME]
+    arguments = [sys.executable, "-m", "turnlog", "serve", str(model), "--db", url, "--worker", worker]
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*arguments, "--host", "127.0.0.1", "--port", str(port), *FLAGS, *flags],
