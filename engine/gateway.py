@@ -28,6 +28,7 @@ from engine.errors import (
     BadRolloutId,
     EngineError,
     LogDown,
+    PromptTooLong,
     UnknownRollout,
     UnknownRoute,
     UnreadableAnswer,
@@ -85,12 +86,14 @@ class Gateway:
             return  # the client left while it was sending
         try:
             await self._expect_open(rollout_id)
-            call = self._call(rollout_id, dialect, body, scope)
+            request = _request_of(body)
+            call = self._call(rollout_id, dialect, request, scope)
         except EngineError as error:
             await _answer_error(send, error, dialect)
             return
-        client = _Client(receive, body)
-        answer = _Answer(send, call, dialect, client)
+        served = dialect.servable(request)
+        client = _Client(receive, body if served is request else json.dumps(served).encode())
+        answer = _Answer(send, call, dialect, client, streamed=bool(request.get("stream")))
         token = CURRENT.set(call)
         try:
             await self._app(scope, client.receive, answer.send)
@@ -111,16 +114,7 @@ class Gateway:
         if await self._journal.query(lambda connection: log.rollout(connection, rollout_id)) is None:
             raise UnknownRollout(rollout_id)
 
-    def _call(self, rollout_id: str, dialect: Dialect, body: bytes, scope: Message) -> Call:
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the request body is not JSON ({error}): send a JSON object") from None
-        if not isinstance(fields, dict):
-            raise BadRequest(f"the request body is a JSON {type(fields).__name__}, not an object: send a JSON object")
-        request = cast("Fields", fields)
-        if request.get("use_beam_search"):
-            raise BadRequest("use_beam_search is true, beams are not sampled: leave it out in a rollout")
+    def _call(self, rollout_id: str, dialect: Dialect, request: Fields, scope: Message) -> Call:
         items = dialect.request_items(request)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         return Call(
@@ -156,7 +150,8 @@ class _Client:
 class _Answer:
     """The server's side: holds back what would complete the answer until the log has it."""
 
-    def __init__(self, send: Send, call: Call, dialect: Dialect, client: _Client) -> None:
+    def __init__(self, send: Send, call: Call, dialect: Dialect, client: _Client, *, streamed: bool) -> None:
+        self._streamed = streamed
         self._send = send
         self._call = call
         self._dialect = dialect
@@ -198,7 +193,12 @@ class _Answer:
                 await self._complete(_response_of(body))
         except EngineError as error:
             self._end(error.status, str(error))
-            await _answer_error(self._send, error, self._dialect)
+            if isinstance(error, PromptTooLong) and self._streamed and self._dialect.REFUSES_IN_STREAM:
+                await _answer(
+                    self._send, 200, b"text/event-stream", self._dialect.StreamedResponse().error_event(error)
+                )
+            else:
+                await _answer_error(self._send, error, self._dialect)
             return
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -294,6 +294,16 @@ async def _read(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
+def _request_of(body: bytes) -> Fields:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the request body is not JSON ({error}): send a JSON object") from None
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the request body is a JSON {type(fields).__name__}, not an object: send a JSON object")
+    return cast("Fields", fields)
+
+
 def _is_stream(start: Message) -> bool:
     kind = next((value for name, value in start["headers"] if name.lower() == b"content-type"), b"")
     return int(start["status"]) < 400 and kind.startswith(b"text/event-stream")
@@ -325,8 +335,11 @@ def _message_of(body: bytes) -> str:
 
 async def _answer_error(send: Send, error: EngineError, dialect: Dialect) -> None:
     body = json.dumps(dialect.error_body(error)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if isinstance(error, LogDown):
-        headers.append((b"retry-after", str(error.retry_after).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    more = [(b"retry-after", str(error.retry_after).encode())] if isinstance(error, LogDown) else []
+    await _answer(send, error.status, b"application/json", body, *more)
+
+
+async def _answer(send: Send, status: int, kind: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

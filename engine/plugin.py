@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from engine.dialects.routes import DIALECTS
 from engine.errors import EngineMismatch
 from engine.gateway import Gateway
 from engine.journal import Journal
@@ -51,6 +52,7 @@ class Plugin:
         rank = getattr(engine_client.vllm_config.parallel_config, "_api_process_rank", 0)
         worker = settings.worker or f"{socket.gethostname()}:{args.port}"
         keys = args.api_key or [os.environ.get("VLLM_API_KEY")]
+        await _settle(state)
         service = await install(
             self._app,
             engine_client,
@@ -94,6 +96,19 @@ async def install(
         worker=engine_worker,
         tokens=tuple(hashlib.sha256(key.encode()).digest() for key in api_keys),
     )
+
+
+async def _settle(state: Any) -> None:
+    """Have done what the server would otherwise do during its first requests.
+
+    Its Messages API renders a probe of its own when thinking is first switched off, which inside a request would look
+    like that request; the clients' event types take a second to import.
+    """
+    probe = getattr(getattr(state, "anthropic_serving_messages", None), "_get_disabled_thinking_effort", None)
+    if probe is not None:
+        await probe()
+    for dialect in DIALECTS:
+        dialect.StreamedResponse()
 
 
 def _speak_like_the_server() -> None:

@@ -286,8 +286,7 @@ def _text_only(message: Message) -> bool:
     if content is None or isinstance(content, str):
         return True
     return isinstance(content, Sequence) and all(
-        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS)
-        for part in content
+        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS) for part in content
     )
 
 

@@ -119,7 +119,7 @@ class Worker:
             decision = await self._decide(call, rendering)
             if isinstance(decision, Continuation):
                 chain = await self._journal.chain(decision.parent.call_id)
-                suffix = await self._suffix(rendering, conversations[0], chain)
+                suffix = await self._suffix(rendering, conversations[0], chain, call.items[decision.suffix :])
                 if not isinstance(suffix, CannotSplice):
                     decision = decision.spliced(suffix.path, len(suffix.token_ids))
                     prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
@@ -158,9 +158,17 @@ class Worker:
             )
         return found
 
-    async def _suffix(self, rendering: _Rendering, conversation: list[Any], chain: Tokens) -> Suffix | CannotSplice:
+    async def _suffix(
+        self, rendering: _Rendering, conversation: list[Any], chain: Tokens, new: Sequence[Item]
+    ) -> Suffix | CannotSplice:
         if getattr(rendering.tok_params, "truncate_prompt_tokens", None) is not None:
             return CannotSplice(why="truncate_prompt_tokens")
+        roles = [str(message["role"]) for message in conversation]
+        if "assistant" not in roles:
+            return CannotSplice(why="no_assistant_turn")
+        behind = roles[len(roles) - roles[::-1].index("assistant") :]
+        if _instructions(behind) != _instructions([item.role for item in new]):
+            return CannotSplice(why="instructions_moved")  # the server put them in front, where no suffix shows them
         return await self._splicer.suffix(
             self._render_of(rendering),
             [_plain(message) for message in conversation],
@@ -325,6 +333,10 @@ def _collect(call: Call, output: Any, *, delta: bool) -> None:
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
         if versions := getattr(choice, "weight_versions", None):
             sampled.versions = tuple((span.version, span.start, span.end) for span in versions)
+
+
+def _instructions(roles: Sequence[str]) -> int:
+    return sum(role in ("system", "developer") for role in roles)
 
 
 def _plain(value: Any) -> Any:

@@ -31,6 +31,7 @@ from engine.items import OUTER_SPACE, Answer, Item, MessageRole
 
 NAME: DialectName = "chat"
 PATH = "/v1/chat/completions"
+REFUSES_IN_STREAM = False
 
 _ROLES = "role system, developer, user, assistant or tool"
 _FROM_OUTSIDE: dict[str, MessageRole] = {"system": "system", "developer": "developer", "user": "user"}
@@ -49,6 +50,11 @@ def request_items(body: Fields) -> tuple[Item, ...]:
     for position, message in enumerate(objects_of(body.get("messages"), "messages")):
         items += _message_items(message, f"messages[{position}]")
     return tuple(items)
+
+
+def servable(body: Fields) -> Fields:
+    """The request as vLLM takes it: as it is."""
+    return body
 
 
 def choices(body: Fields) -> int:

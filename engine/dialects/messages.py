@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 NAME: DialectName = "messages"
 PATH = "/v1/messages"
+REFUSES_IN_STREAM = False
 
 HOSTED = frozenset({
     "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "container_upload",
@@ -74,6 +75,11 @@ def request_items(body: Fields) -> tuple[Item, ...]:
             case other:
                 raise wire.malformed(other, f"{where}.role", "user, assistant or system")
     return tuple(items)
+
+
+def servable(body: Fields) -> Fields:
+    """The request as vLLM takes it: as it is."""
+    return body
 
 
 def choices(body: Fields) -> int:  # noqa: ARG001  # one: this dialect knows no `n`

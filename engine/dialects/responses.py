@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 NAME: DialectName = "responses"
 PATH = "/v1/responses"
+REFUSES_IN_STREAM = True  # Codex reads `context_length_exceeded` only there
 
 HOSTED = frozenset({
     "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "computer_call", "computer_call_output",
@@ -82,6 +83,34 @@ def request_items(body: Fields) -> tuple[Item, ...]:
         raise wire.malformed(sent, "input", "a string or a list of objects")
     items = (_item(item, f"input[{position}]") for position, item in enumerate(objects_of(sent, "input")))
     return (*head, *_said(items))
+
+
+def servable(body: Fields) -> Fields:
+    """The request as vLLM takes it.
+
+    It asks for the type of a message, which OpenCode leaves out, and refuses reasoning with an encrypted payload, also
+    where the text stands beside it, as Codex sends it.
+
+    >>> servable({"input": [{"role": "assistant", "content": "Hi"}]})
+    {'input': [{'role': 'assistant', 'content': 'Hi', 'type': 'message'}]}
+    """
+    sent = body.get("input")
+    if not isinstance(sent, list):
+        return body
+    served = [_servable_item(item) if isinstance(item, dict) else item for item in sent]
+    return body if served == sent else {**body, "input": served}
+
+
+def _servable_item(item: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if "role" in item and item.get("type") is None:
+        return {**item, "type": "message"}
+    if (
+        item.get("type") == "reasoning"
+        and item.get("encrypted_content")
+        and (item.get("summary") or item.get("content"))
+    ):
+        return {**item, "encrypted_content": None}
+    return item
 
 
 def choices(body: Fields) -> int:  # noqa: ARG001

@@ -110,6 +110,15 @@ class Dialect(Protocol):
         """How many answers the request asks for."""
         ...
 
+    def servable(self, body: Fields) -> Fields:
+        """The request as vLLM takes it: what harnesses send and it refuses, said in its words; else the body itself."""
+        ...
+
+    @property
+    def REFUSES_IN_STREAM(self) -> bool:  # noqa: N802
+        """Whether a prompt that is too long is told in the stream that was asked for: harnesses read no other."""
+        ...
+
     def answers(self, response: Fields) -> tuple[Answer, ...]:
         """The answers of a plain response, or of `StreamedResponse.response()`. Raises UnreadableAnswer."""
         ...

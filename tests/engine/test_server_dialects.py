@@ -1,6 +1,7 @@
 """Responses and Messages on the real model server, driven by the official clients, plain and streamed."""
 
 import json
+import time
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -155,3 +156,60 @@ def test_one_rollout_may_speak_several_dialects(server: Any) -> None:
     )
     assert [call.dialect for call in calls_of(server, "polyglot")] == ["chat", "messages"]
     assert_one_exact_chain(server, "polyglot", 2)
+
+
+def test_a_streamed_response_tells_of_a_prompt_too_long_where_codex_reads_it(server: Any) -> None:
+    body = {"model": MODEL, "input": "word " * 20_000, "stream": True}
+    answer = httpx.post(f"{server.address}/rollouts/too-long-stream/v1/responses", json=body, timeout=60)
+    assert answer.headers["content-type"] == "text/event-stream"
+    failed = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
+    ends: list[str] = []
+    for _ in range(100):  # no client waits for this event
+        with read(server.database) as connection:
+            ends = [end.state for end in log.ends(connection, "too-long-stream")]
+        if ends:
+            break
+        time.sleep(0.1)
+    assert ends == ["refused"]
+
+
+def test_messages_with_thinking_switched_off_are_captured_from_the_first_on(server: Any) -> None:
+    client = Anthropic(base_url=f"{server.address}/rollouts/thoughtless", api_key="none", max_retries=0)
+    for text in ("Hi", "Hello"):
+        client.messages.create(
+            model=MODEL,
+            max_tokens=8,
+            thinking={"type": "disabled"},
+            messages=[{"role": "user", "content": text}],
+        )
+    assert len(calls_of(server, "thoughtless")) == 2
+
+
+def test_instructions_that_the_server_moves_to_the_front_begin_a_row(server: Any) -> None:
+    """vLLM puts a late system message in front of the others, so no suffix could show it."""
+    client = Anthropic(base_url=f"{server.address}/rollouts/late-system", api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    answer = client.messages.create(model=MODEL, max_tokens=8, messages=messages)
+    messages.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in answer.content]})
+    messages += [{"role": "user", "content": "Go on."}, {"role": "system", "content": "Be brief."}]
+    client.messages.create(model=MODEL, max_tokens=8, messages=messages)
+    later = calls_of(server, "late-system")[1]
+    shown = later.decision == "continuation" or later.reason == "cannot_splice:instructions_moved"
+    assert shown, later.reason
+
+
+def test_a_message_without_its_type_is_served_as_opencode_sends_it(server: Any) -> None:
+    client = OpenAI(base_url=f"{server.address}/rollouts/untyped/v1", api_key="none", max_retries=0)
+    answer = client.responses.create(
+        model=MODEL,
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Hi."}]},  # type: ignore[list-item]
+            {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+        ],
+        max_output_tokens=8,
+    )
+    assert answer.status in ("completed", "incomplete")
+    assert len(calls_of(server, "untyped")) == 1

@@ -197,6 +197,7 @@ def test_two_servers_that_open_the_same_rollouts_in_another_order_both_succeed(p
         return RolloutOpened(rollout_id=f"r{number}", opened_at=number)
 
     with Writer(postgres_database) as writer, write(postgres_database) as other:
+        other.exec_driver_sql("set local deadlock_timeout = '20s'")  # so that it is the writer that is ended
         log.append(other, [implicit(2)])
         futures = [writer.submit([implicit(1), implicit(2)])]
         wait(futures, timeout=0.3)  # the writer holds 1 and waits for 2
