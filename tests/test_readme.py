@@ -26,6 +26,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+RECORDED = {
+    "seq": 1,
+    "endpoint": "/v1/chat/completions",
+    "request": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    "response": {"choices": [{"index": 0, "message": {"content": "Hello"}, "finish_reason": "stop"}]},
+}
+
+
 def _lines(language: str) -> list[str]:
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
@@ -40,7 +48,7 @@ def _commands(*, first: str) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, chain_maker: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the log of a demo's first rollout, and no other log named."""
+    """A working folder with a recorded call and the log of a demo's first rollout, and no other log named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TURNLOG_URL", raising=False)
     database = open_database()
@@ -52,6 +60,7 @@ def folder(tmp_path: Path, chain_maker: Any, monkeypatch: pytest.MonkeyPatch) ->
     with write(database) as connection:
         append(connection, events)
     database.dispose()
+    (tmp_path / "requests.jsonl").write_text(json.dumps(RECORDED) + "\n")
     return tmp_path
 
 
@@ -76,7 +85,7 @@ def test_the_commands_that_read_a_log_run_as_they_stand(folder: Path) -> None:
         if command != "serve" and "postgresql" not in " ".join(arguments):
             subprocess.run([sys.executable, "-m", "turnlog", command, *arguments], cwd=folder, check=True)
             ran += 1
-    assert ran == 4
+    assert ran == 5
     assert (folder / "rows.parquet").is_file()
 
 
