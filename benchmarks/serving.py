@@ -1,10 +1,10 @@
 """What does serving through the log cost? Stock vLLM against captured calls, and our own CPU time by length of history.
 
-Two questions, one run each, on the demo's tiny model:
+Two questions, each with a run of its own, on the demo's tiny model:
 
-1. *wall*: 16 rollouts at once, each of 5, 50 or 200 turns, on the stock path and captured into SQLite and PostgreSQL, in
-   turn on one server per database. Only ratios of one row are to be read; the machine is noisy. The tiny model answers
-   in milliseconds, so what is added to a call weighs as much here as it ever can.
+1. *wall*: 16 rollouts at once, each of 5, 50 or 200 turns, on the stock path and captured into SQLite and PostgreSQL,
+   in turn on one server per database. Only ratios of one row are to be read; the machine is noisy. The tiny model
+   answers in milliseconds, so what is added to a call weighs as much here as it ever can.
 2. *own*: the CPU time (all threads) of one call at turn 5, 50, 200 and 500, with vLLM's real renderer and tokenizer and
    an engine that answers at once. Reading and hashing the request itself, which grows with what the harness sends, is
    told apart from all the rest: decision, splice, event and both commits.
@@ -149,14 +149,15 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     """CPU milliseconds of one captured call by turn, split into reading the request and all the rest."""
     os.environ |= ENVIRONMENT
     logging.disable(logging.WARNING)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.renderers.params import ChatParams
+    from vllm.renderers.registry import renderer_from_config
+
     from engine import decide
     from engine.call import CURRENT
     from engine.gateway import Gateway
     from engine.journal import Journal
     from engine.worker import Worker
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.renderers.params import ChatParams
-    from vllm.renderers.registry import renderer_from_config
 
     config = AsyncEngineArgs(
         model=str(model), max_model_len=32768, logprobs_mode="processed_logprobs", enforce_eager=True
@@ -169,7 +170,7 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     reading = Clock()
     messages: list[dict[str, str]] = [{"role": "user", "content": f"This is a story. {SAID}"}]
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
         assert CURRENT.get() is not None
         params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         _, (prompt,) = await engine.renderer.render_chat_async([messages], params, engine.limits)
@@ -234,7 +235,7 @@ class AnEngine:
         self.sampling = SimpleNamespace(logprobs=None, output_kind="FINAL_ONLY")
         self.limits = renderer.default_chat_tok_params
 
-    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:  # noqa: ARG002
         """Sample the same text, one end of turn at its end."""
         tokenizer = self.renderer.tokenizer
         text = "Then the fox went on, over the hill and into the woods."

@@ -1,30 +1,47 @@
 r"""The suffix of a prompt without its history, and the proof that a template allows it.
 
 Knows messages, token ids and a way to render; does not know vLLM, the log or how a parent was found. Law: a suffix is
-used only when it is proven for this template, these options and this shape of messages to be, token for token, what a
-full render would write after the same assistant turn (design §7).
+used only when it is proven for this template, these options and this shape of call to be, token for token, what a full
+render writes after the same assistant turn (design §7).
 
 Two ways to get it. *marker*: the template renders a short fixed conversation whose assistant turn is a marker, followed
 by the new messages; what follows the marker's turn is the suffix, and its cost follows the new messages alone. *full*:
 where the marker's proof fails, the whole request is rendered and cut at the end of the assistant turn, which a second
 render up to that turn must confirm. If that fails too the call cannot be spliced, and says why.
 
-The end of a turn is found, not assumed: two conversations that differ only in their last assistant text end in the
-same tokens, the first of which must be a special token (`<|im_end|>` for ChatML). A worked case, ChatML ids named:
+Where a turn ends is found, not assumed: two conversations that differ in the last word of their answer alone agree from
+there on, and a control token after that word ends the turn. A worked case, ChatML ids named:
 
     parent's chain   ... <|im_start|> assistant \n  Sure <|im_end|>
     suffix                                                     \n <|im_start|> user \n  Go on <|im_end|> \n ...
 
-A model that stopped without its end-of-turn (length, stop string) gets it as the suffix's first token.
+An answer that stopped otherwise (length, stop string, another stop token) gets it as the suffix's first token.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, Protocol, TypeVar
 
+from engine.conversations import (
+    MARKERS,
+    USUAL_SHAPES,
+    ToolCall,
+    answer,
+    answers_its_calls,
+    calls,
+    exchanges,
+    has_text,
+    histories,
+    new_messages,
+    renamed,
+    text_only,
+    tool_calls,
+)
 from engine.errors import EngineError
 
 Message = Mapping[str, object]
@@ -33,7 +50,11 @@ Message = Mapping[str, object]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _PROOFS_KEPT = 256
-"""Options come from requests, so what is remembered about them has a bound."""
+"""Options and shapes come from requests, so what is remembered about them has a bound."""
+_PROVEN_MESSAGES = 32
+"""A call with more new messages or tool calls than this is not worth a proof of its own."""
+_CONTEXT = 3
+"""Tokens of the answer that must stand before its turn's end, so that it is that turn's end and no other's."""
 
 
 class Render(Protocol):
@@ -69,37 +90,86 @@ class CannotSplice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnEnd:
-    """What the template writes after an assistant's text; the first token is the special end-of-turn token."""
+class _Kind:
+    """An answer as a template may tell it from others, under these render options."""
 
-    token_ids: tuple[int, ...]
+    options: bytes
+    calls: int
+    text: bool
 
     @property
-    def end_of_turn(self) -> int:
-        """Id of the end-of-turn token."""
-        return self.token_ids[0]
+    def content(self) -> str:
+        """A marker's text in an answer of this kind; an empty answer is marked as if it had text."""
+        return MARKERS[0] if self.text or not self.calls else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """What a proof holds for: render options, whether tools are shown, the answer's tool calls, the new roles."""
+    """What a proof holds for: the answer's kind, whether tools are shown, and the roles of the new messages."""
 
-    options: bytes
+    kind: _Kind
     tools: bool
-    tool_calls: int
     roles: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """What the template writes after an answer's last word when nothing follows, and what of that ends the turn.
+
+    The end-of-turn token stands in `tail` at `at`; at its length, the next turn's first token ends this one (GLM). A
+    chain whose last token is one of `ends` is ended, and any other gets the end-of-turn token. It is not known what to
+    do where that token may be part of a tool call's syntax (not `certain`), nor after a token of `beyond`, which the
+    template writes behind it.
+    """
+
+    tail: list[int]
+    at: int
+    ends: frozenset[int]
+    beyond: frozenset[int]
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proof:
+    """How to cut a shape's marker render: it begins with `head`, then come these control tokens and end the turn."""
+
+    head: list[int]
+    control: list[int]
+    ending: _Ending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What follows the answer's end-of-turn token, before the chain's own last token is looked at."""
+
+    token_ids: list[int]
+    end_of_turn: int
+    ending: _Ending
+    path: Literal["marker", "full"]
+
+    def after(self, last_token: int) -> Suffix | CannotSplice:
+        """The suffix for a chain that ends in that token."""
+        if last_token == self.end_of_turn or last_token in self.ending.ends:
+            return Suffix(token_ids=self.token_ids, path=self.path)
+        if self.ending.certain and last_token not in self.ending.beyond:
+            return Suffix(token_ids=[self.end_of_turn, *self.token_ids], path=self.path)
+        return CannotSplice(why="open_answer")
+
+
 class Splicer:
-    """Finds suffixes, and remembers what was proven for which options and shape."""
+    """Finds suffixes, and remembers what was proven for which options and shape.
+
+    `special_ids` are the tokenizer's added tokens, here called control tokens: no merge crosses one.
+    """
 
     def __init__(self, special_ids: Collection[int]) -> None:
-        self._special_ids = frozenset(special_ids)
-        self._turn_ends: OrderedDict[bytes, TurnEnd | CannotSplice] = OrderedDict()
-        self._proofs: OrderedDict[_Shape, bool] = OrderedDict()
+        self._control = frozenset(special_ids)
+        self._endings: OrderedDict[_Kind, _Ending | CannotSplice] = OrderedDict()
+        self._proofs: OrderedDict[_Shape, _Proof | None] = OrderedDict()
+        self._histories: OrderedDict[tuple[bytes, bool], list[list[Message]]] = OrderedDict()
 
     async def probe(self, render: Render, *, options: bytes) -> dict[str, str]:
-        """Prove the usual shapes ahead of the first request; returns the path each will take, by name.
+        """Prove the usual shapes ahead of the first request; returns the path that each takes, by name.
 
         >>> import asyncio
         >>> from engine.splice import Splicer
@@ -109,21 +179,13 @@ class Splicer:
         >>> asyncio.run(Splicer({0}).probe(chatml, options=b""))["plain"]
         'marker'
         """
-        shapes = {
-            "plain": _Shape(options=options, tools=False, tool_calls=0, roles=("user",)),
-            "tools offered": _Shape(options=options, tools=True, tool_calls=0, roles=("user",)),
-            "tool result": _Shape(options=options, tools=True, tool_calls=1, roles=("tool",)),
-            "parallel tool results": _Shape(options=options, tools=True, tool_calls=2, roles=("tool", "tool")),
-            "tool result, then user": _Shape(options=options, tools=True, tool_calls=1, roles=("tool", "user")),
-        }
-        found: dict[str, str] = {}
-        for name, shape in shapes.items():
-            end = await self._turn_end(render, options)
-            if isinstance(end, CannotSplice):
-                found[name] = f"cannot_splice:{end.why}"
-            else:
-                found[name] = "marker" if await self._proven(render, shape, end) else "full"
-        return found
+        paths: dict[str, str] = {}
+        for name, tools, count, text, roles in USUAL_SHAPES:
+            made = answer(calls(count), content=MARKERS[0] if text else "", thinking=True)
+            messages = [*exchanges(2), made, *new_messages(roles, calls(count), "new")]
+            found = await self._find(render, messages, options=options, tools=tools)
+            paths[name] = found.path if isinstance(found, _Found) else f"cannot_splice:{found.why}"
+        return paths
 
     async def suffix(
         self, render: Render, messages: Sequence[Message], *, options: bytes, tools: bool, last_token: int
@@ -132,162 +194,220 @@ class Splicer:
 
         `options` identifies everything but the messages that shapes a render; `last_token` is the chain's last.
         """
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        answer, new = messages[last], messages[last + 1 :]
-        if not all(_text_only(message) for message in new):
+        found = await self._find(render, messages, options=options, tools=tools)
+        return found.after(last_token) if isinstance(found, _Found) else found
+
+    async def _find(
+        self, render: Render, messages: Sequence[Message], *, options: bytes, tools: bool
+    ) -> _Found | CannotSplice:
+        last = next(i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant")
+        new, made = messages[last + 1 :], tool_calls(messages[last])
+        if not all(text_only(message) for message in new):
             return CannotSplice(why="media")
+        kind = _Kind(options=options, calls=len(made), text=has_text(messages[last]))
+        shape = _Shape(kind=kind, tools=tools, roles=tuple(str(message["role"]) for message in new))
+        before = (messages[i]["role"] for i in range(last))
+        # What no proof covers: no question yet, results of older calls, names that could be read as control tokens, a
+        # system message after a developer's (vLLM moves both to the front for templates that know no developer).
+        provable = (
+            max(len(new), len(made)) <= _PROVEN_MESSAGES
+            and answers_its_calls(made, new)
+            and all(call.plain for call in made)
+            and "user" in before
+            and not ("system" in shape.roles and "developer" in {messages[i]["role"] for i in range(last)})
+        )
         try:
-            end = await self._turn_end(render, options)
-            if isinstance(end, CannotSplice):
-                return end
-            roles = tuple(str(message["role"]) for message in new)
-            calls = _tool_calls(answer)
-            shape = _Shape(options=options, tools=tools, tool_calls=min(len(calls), 2), roles=_runs(roles))
-            if await self._proven(render, shape, end):
-                found = await _marker_suffix(render, calls, new, end)
-                path: Literal["marker", "full"] = "marker"
-            else:
-                found = await _full_suffix(render, messages, last, end)
-                path = "full"
+            ending = await self._ending(render, kind)
+            if isinstance(ending, CannotSplice):
+                return ending
+            found = await self._marker(render, shape, made, new) if provable else None
+            return found or await _full(render, messages, last, ending)
         except CannotRender as error:
             return CannotSplice(why=f"template:{error}")
-        if found is None:
-            return CannotSplice(why="boundary_not_proven")
-        return Suffix(token_ids=found if last_token == end.end_of_turn else [end.end_of_turn, *found], path=path)
 
-    async def _turn_end(self, render: Render, options: bytes) -> TurnEnd | CannotSplice:
-        if options not in self._turn_ends:
-            one, other = [await render(_short(text, ()), generation_prompt=False, tools=False) for text in _MARKERS]
-            same = 0
-            while same < min(len(one), len(other)) and one[-1 - same] == other[-1 - same]:
-                same += 1
-            end = one[len(one) - same :]
-            known = bool(end) and end[0] in self._special_ids
-            _remember(
-                self._turn_ends,
-                options,
-                TurnEnd(token_ids=tuple(end)) if known else CannotSplice(why="no_end_of_turn_token"),
-            )
-        return self._turn_ends[options]
+    async def _marker(
+        self, render: Render, shape: _Shape, made: Sequence[ToolCall], new: Sequence[Message]
+    ) -> _Found | None:
+        proof = await self._proof(render, shape)
+        if proof is None:
+            return None
+        conversation = [*exchanges(1), answer(made, content=shape.kind.content), *new]
+        try:
+            rendered = await render(conversation, generation_prompt=True, tools=False)
+        except CannotRender:  # the full render tells whether the template refuses the request or only this
+            return None
+        if rendered[: len(proof.head)] != proof.head:  # a clock in the head went on, or what is new shows there
+            self._proofs.pop(shape, None)
+            proof = await self._proof(render, shape)
+            if proof is None or rendered[: len(proof.head)] != proof.head:
+                return None
+        places = (i for i in range(len(proof.head), len(rendered)) if rendered[i] in self._control)
+        turn = list(islice(places, len(proof.control)))
+        if [rendered[i] for i in turn] != proof.control:  # a tool whose calls are written otherwise (`<|python_tag|>`)
+            return None
+        cut = turn[-1] + 1 if turn else len(proof.head)
+        return _Found(token_ids=rendered[cut:], end_of_turn=rendered[cut - 1], ending=proof.ending, path="marker")
 
-    async def _proven(self, render: Render, shape: _Shape, end: TurnEnd) -> bool:
+    async def _ending(self, render: Render, kind: _Kind) -> _Ending | CannotSplice:
+        if kind not in self._endings:
+            try:
+                ending = await self._find_ending(render, kind)
+            except CannotRender as error:
+                ending = CannotSplice(why=f"template:{error}")
+            _remember(self._endings, kind, ending)
+        return self._endings[kind]
+
+    async def _find_ending(self, render: Render, kind: _Kind) -> _Ending | CannotSplice:
+        text = await self._ending(render, replace(kind, calls=0)) if kind.calls else None
+        if isinstance(text, CannotSplice):
+            return text
+        try:
+            tail = await _after_answer(render, kind, ())
+        except CannotRender:  # mistral-common lets no conversation end with an answer: look before what is new
+            tail = await _after_answer(render, kind, ("tool",) * kind.calls or ("user",))
+            ends = (i for i, token in enumerate(tail or ()) if token in (text.ends if text else self._control))
+            tail = tail and tail[: next(ends, -1) + 1]
+        if tail is None:
+            return CannotSplice(why="answer_not_shown")
+        control = [i for i, token in enumerate(tail) if token in self._control]
+        if text is None:
+            if tail and control[:1] != [0]:
+                return CannotSplice(why="no_end_of_turn_token")
+            beyond = frozenset(tail[i] for i in control) - {*tail[:1]}
+            return _Ending(tail=tail, at=0, ends=frozenset(tail[:1]), beyond=beyond, certain=True)
+        if not text.tail:
+            return replace(text, tail=tail, at=len(tail))
+        # The same token ends a turn of text and one of calls, or else the last control token does (`<|eom_id|>`).
+        alike = [i for i in control if tail[i] in text.ends]
+        if not control:
+            return CannotSplice(why="no_end_of_turn_token")
+        at = (alike or control)[-1]
+        return replace(text, tail=tail, at=at, ends=text.ends | {tail[at]}, certain=bool(alike))
+
+    async def _proof(self, render: Render, shape: _Shape) -> _Proof | None:
         if shape not in self._proofs:
-            _remember(self._proofs, shape, await _prove(render, shape, end))
+            try:
+                proof = await self._prove(render, shape)
+            except CannotRender:
+                proof = None
+            _remember(self._proofs, shape, proof)
         return self._proofs[shape]
 
-
-async def _prove(render: Render, shape: _Shape, end: TurnEnd) -> bool:
-    """Whether the marker's suffix equals the full render's, over fixed conversations with and without thinking."""
-    calls = [_tool_call(f"turnlog{i:02}", "look_up") for i in range(shape.tool_calls)]
-    new = [_probe_message(role, i, calls) for i, role in enumerate(shape.roles)]
-    try:
-        marker = await _marker_suffix(render, calls, new, end)
-        if marker is None:
-            return False
-        for thinking in (False, True):
-            history = [*_history(thinking), _assistant("second answer", calls, thinking=thinking)]
-            head = await render(history, generation_prompt=False, tools=shape.tools)
-            full = await render([*history, *new], generation_prompt=True, tools=shape.tools)
-            if _after_turns(full, head.count(end.end_of_turn), end) != marker:
-                return False
-    except CannotRender:
-        return False
-    return True
-
-
-async def _marker_suffix(
-    render: Render, calls: Sequence[Message], new: Sequence[Message], end: TurnEnd
-) -> list[int] | None:
-    short = _short(_MARKERS[0], calls)
-    head = await render(short, generation_prompt=False, tools=False)
-    if tuple(head[-len(end.token_ids) :]) != end.token_ids:
-        return None
-    full = await render([*short, *new], generation_prompt=True, tools=False)
-    # Counting turns, not comparing prefixes: templates drop the thinking of a turn once a user message follows it.
-    return _after_turns(full, head.count(end.end_of_turn), end)
-
-
-async def _full_suffix(render: Render, messages: Sequence[Message], last: int, end: TurnEnd) -> list[int] | None:
-    head = await render(messages[: last + 1], generation_prompt=False, tools=True)
-    cut = len(head) - len(end.token_ids) + 1
-    if tuple(head[cut - 1 :]) != end.token_ids:
-        return None
-    full = await render(messages, generation_prompt=True, tools=True)
-    return full[cut:] if full[:cut] == head[:cut] else None
-
-
-def _after_turns(token_ids: list[int], turns: int, end: TurnEnd) -> list[int] | None:
-    """What follows the n-th end-of-turn token; None when there are fewer, or nothing follows."""
-    position = -1
-    for _ in range(turns):
-        try:
-            position = token_ids.index(end.end_of_turn, position + 1)
-        except ValueError:
+    async def _prove(self, render: Render, shape: _Shape) -> _Proof | None:
+        """Whether the marker's suffix is what full renders write, after histories of many kinds."""
+        kind, made = shape.kind, calls(shape.kind.calls)
+        ending = await self._ending(render, kind)
+        if isinstance(ending, CannotSplice):
             return None
-    return token_ids[position + 1 :] or None
+        if shape.tools and await self._proof(render, replace(shape, tools=False)) is None:
+            return None
+
+        async def marked(found: Sequence[ToolCall], word: str) -> list[int]:
+            conversation = [*exchanges(1), answer(found, content=kind.content), *new_messages(shape.roles, found, word)]
+            return await render(conversation, generation_prompt=True, tools=False)
+
+        one, two = await marked(made, "new"), await marked(made, "other")
+        after = await _after_answer(render, kind, shape.roles)
+        shown = len(one) - len(after or ())
+        cut = shown + ending.at + 1
+        if cut >= len(one) or one[shown : cut - 1] != ending.tail[: ending.at] or one[cut - 1] not in self._control:
+            return None
+        # Its last words tell the answer's turn from others that end alike; an empty answer has none.
+        start = shown - (_CONTEXT if kind.text or kind.calls else 0)
+        new = [
+            (marker[start:], new_messages(shape.roles, made, word)) for marker, word in ((one, "new"), (two, "other"))
+        ]
+        taken = await self._taken(render, shape)
+        for n, history in enumerate(taken):
+            content = kind.content if kind.text or kind.calls else " " * (n % 3)
+            conversation = [*history, answer(made, content=content, thinking=n % 2 == 1)]
+            if not await _agree(render, conversation, new, cut - start, tools=shape.tools):
+                return None
+        if not taken:
+            return None
+        head = one[: min(cut, _same(one, await marked(renamed(made), "new")))]
+        control = [token for token in one[len(head) : cut] if token in self._control]
+        return _Proof(head=head, control=control, ending=replace(ending, ends=ending.ends | {one[cut - 1]}))
+
+    async def _taken(self, render: Render, shape: _Shape) -> list[list[Message]]:
+        """The histories that the template takes; one that it refuses has no answer to continue."""
+        key = shape.kind.options, shape.tools
+        if key not in self._histories:
+            taken: list[list[Message]] = []
+            for history in histories(few=shape.tools):
+                with suppress(CannotRender):
+                    await render(history, generation_prompt=True, tools=shape.tools)
+                    taken.append(history)
+            _remember(self._histories, key, taken)
+        system = "system" in shape.roles
+        return [each for each in self._histories[key] if not (system and each[0]["role"] == "developer")]
 
 
-_MARKERS = ("turnlog", "golnrut")
-"""Two answers that differ in their last letter, so that no token of theirs is part of the common end."""
+async def _after_answer(render: Render, kind: _Kind, roles: Sequence[str]) -> list[int] | None:
+    """What follows an answer's last word: where two conversations agree that differ in this word and nothing else.
 
-
-def _short(text: str, calls: Sequence[Message]) -> list[Message]:
-    return [{"role": "user", "content": "turnlog"}, _assistant(text, calls, thinking=False)]
-
-
-def _history(thinking: bool) -> list[Message]:
-    return [
-        {"role": "user", "content": "first question"},
-        _assistant("first answer", (), thinking=thinking),
-        {"role": "user", "content": "second question"},
+    None if the template does not show it.
+    """
+    made = calls(kind.calls)
+    one, other = [
+        await render(
+            [
+                *exchanges(1),
+                answer(made, content=kind.content and marker, marker=marker),
+                *new_messages(roles, made, "new"),
+            ],
+            generation_prompt=bool(roles),
+            tools=False,
+        )
+        for marker in MARKERS
     ]
+    return None if one == other else one[len(one) - _same(one[::-1], other[::-1]) :]
 
 
-def _assistant(text: str, calls: Sequence[Message], *, thinking: bool) -> Message:
-    message: dict[str, object] = {"role": "assistant", "content": text}
-    if thinking:
-        message |= {"reasoning": "a thought", "reasoning_content": "a thought"}
-    if calls:
-        message["tool_calls"] = list(calls)
-    return message
+async def _agree(
+    render: Render,
+    conversation: Sequence[Message],
+    new: Sequence[tuple[list[int], list[Message]]],
+    cut: int,
+    *,
+    tools: bool,
+) -> bool:
+    """Whether full renders end in what is expected after each wording of the new messages, and begin alike.
+
+    What the new messages say would be lost before the cut.
+    """
+    heads: list[list[int]] = []
+    for expected, messages in new:
+        try:
+            full = await render([*conversation, *messages], generation_prompt=True, tools=tools)
+        except CannotRender:
+            return False
+        if full[-len(expected) :] != expected:
+            return False
+        heads.append(full[: len(full) - len(expected) + cut])
+    return heads[0] == heads[1]
 
 
-def _tool_call(call_id: str, name: str) -> Message:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+async def _full(render: Render, messages: Sequence[Message], last: int, ending: _Ending) -> _Found | CannotSplice:
+    full = await render(messages, generation_prompt=True, tools=True)
+    try:
+        head = await render(messages[: last + 1], generation_prompt=False, tools=True)
+    except CannotRender:
+        return CannotSplice(why="boundary_not_proven")
+    tail = ending.tail[ending.at :]
+    cut = len(head) - len(tail) + 1
+    if not tail or head[cut - 1 :] != tail or cut >= len(full) or full[:cut] != head[:cut]:
+        return CannotSplice(why="boundary_not_proven")
+    return _Found(token_ids=full[cut:], end_of_turn=tail[0], ending=ending, path="full")
 
 
-def _tool_calls(answer: Message) -> list[Message]:
-    """The answer's tool calls, arguments left out: a result may render its call's id or name, never its arguments."""
-    calls = answer.get("tool_calls") or ()
-    found: list[Message] = []
-    for call in calls if isinstance(calls, Sequence) else ():
-        function = call.get("function") or {}
-        found.append(_tool_call(str(call.get("id")), str(function.get("name"))))
-    return found
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two renders share.
 
-
-def _probe_message(role: str, index: int, calls: Sequence[Message]) -> Message:
-    message: dict[str, object] = {"role": role, "content": f"new {role} {index}"}
-    if role == "tool":
-        message["tool_call_id"] = str(calls[min(index, len(calls) - 1)]["id"]) if calls else "turnlog00"
-    return message
-
-
-def _runs(roles: tuple[str, ...]) -> tuple[str, ...]:
-    """Roles with runs of more than two shortened to two: what holds for two of a kind in a row holds for more."""
-    return tuple(role for i, role in enumerate(roles) if i < 2 or not role == roles[i - 1] == roles[i - 2])
-
-
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
-
-
-def _text_only(message: Message) -> bool:
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return True
-    return isinstance(content, Sequence) and all(
-        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS) for part in content
-    )
+    >>> _same([1, 2, 3], [1, 2, 4])
+    2
+    """
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _remember(kept: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:

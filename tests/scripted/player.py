@@ -147,7 +147,9 @@ async def play(calls: list[Recorded], address: str, rollout: str, *, flip: bool 
     echo = Echo()
     played: list[Played] = []
     running: dict[int, asyncio.Task[None]] = {}
-    async with httpx.AsyncClient(base_url=address, timeout=120) as client:
+    # A connection a request: the server closes one behind a 500, and the next request on it would find it gone.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as client:
         for call in calls:
             before = [running.pop(other.seq) for other in calls if other.ended <= call.started and other.seq in running]
             await asyncio.gather(*before)
