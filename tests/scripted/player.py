@@ -9,7 +9,9 @@ had served, wherever a request repeats it letter for letter; everything else is 
 - A token limit above `CONTEXT` is lowered to it, as vLLM refuses what no prompt could leave room for; a limit of one
   token is raised to it, because the recorded answer, which later requests repeat, is longer. A thinking budget is
   kept below it.
-- What a recording blanked out of a tool of Codex becomes a value of its type again, which stock vLLM insists on.
+- An assistant message in `/v1/responses` gets the type that OpenCode leaves out, as the gateway would add it: the
+  script knows a request by the body that reaches the engine. What a recording blanked out of a tool of Codex becomes a
+  value of its type again, which stock vLLM insists on.
 - In the second pass `stream` is flipped, Chat asks for token ids, and `stream_options` and stop strings go. vLLM's
   streaming parsers lose their place behind stop strings, because text is held back while its token ids arrive:
   `<tool_call>` then comes twice.
@@ -215,6 +217,9 @@ def adapted(request: Fields, endpoint: str, *, flip: bool) -> Fields:
         if name in body and not 1 < body[name] <= CONTEXT:
             body[name] = CONTEXT
     if endpoint == RESPONSES:
+        for item in body["input"] if isinstance(body["input"], list) else ():
+            if item.get("role") == "assistant" and isinstance(item["content"], list):
+                item.setdefault("type", "message")
         for tool in body.get("tools") or ():
             if tool.get("external_web_access") == "[opaque]":
                 tool["external_web_access"] = True
