@@ -88,11 +88,11 @@ def request_items(body: Fields) -> tuple[Item, ...]:
 def servable(body: Fields) -> Fields:
     """The request as vLLM takes it.
 
-    It asks for the type of a message, which OpenCode leaves out, and refuses reasoning with an encrypted payload, also
-    where the text stands beside it, as Codex sends it.
+    It asks for the type of an answer in parts, which OpenCode leaves out, and refuses reasoning with an encrypted
+    payload, also where the text stands beside it, as Codex sends it.
 
-    >>> servable({"input": [{"role": "assistant", "content": "Hi"}]})
-    {'input': [{'role': 'assistant', 'content': 'Hi', 'type': 'message'}]}
+    >>> servable({"input": [{"role": "assistant", "content": []}]})
+    {'input': [{'role': 'assistant', 'content': [], 'type': 'message'}]}
     """
     sent = body.get("input")
     if not isinstance(sent, list):
@@ -102,7 +102,7 @@ def servable(body: Fields) -> Fields:
 
 
 def _servable_item(item: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if "role" in item and item.get("type") is None:
+    if item.get("role") == "assistant" and item.get("type") is None and isinstance(item.get("content"), list):
         return {**item, "type": "message"}
     if (
         item.get("type") == "reasoning"
