@@ -91,6 +91,20 @@ def exchanges(turns: int) -> list[_Message]:
     return messages
 
 
+def unasked_histories() -> Iterator[list[_Message]]:
+    """What an answer may follow where no user has said anything: instructions, and a summary as if from a model."""
+    system, summary = _turn("system", "be brief"), answer(content="a summary")
+    one = calls(1, "other")
+    step = [answer(one), *new_messages(("tool",), one, "old")]
+    for front in ([system], []):
+        yield [*front, summary]
+        yield [*front, summary, *step]
+        yield [*front, summary, *step, *step]
+        yield [*front, *step]
+        if front:
+            yield front
+
+
 def histories(*, few: bool) -> Iterator[list[_Message]]:
     """What an answer may follow: conversations that differ in all that a template was seen to look at.
 

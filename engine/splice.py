@@ -41,6 +41,7 @@ from engine.conversations import (
     renamed,
     text_only,
     tool_calls,
+    unasked_histories,
 )
 from engine.errors import EngineError
 
@@ -110,6 +111,8 @@ class _Shape:
     kind: _Kind
     tools: bool
     roles: tuple[str, ...]
+    asked: bool
+    """Whether a user message stands before the answer: behind a summary there may be none (Continue)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +121,8 @@ class _Ending:
 
     The end-of-turn token stands in `tail` at `at`; at its length, the next turn's first token ends this one (GLM). A
     chain whose last token is one of `ends` is ended, and any other gets the end-of-turn token. It is not known what to
-    do where that token may be part of a tool call's syntax (not `certain`), nor after a token of `beyond`, which the
-    template writes behind it.
+    do where more than that token may be missing, or it may be part of a tool call's syntax (not `certain`), nor after a
+    token of `beyond`, which the template writes behind it.
     """
 
     tail: list[int]
@@ -166,7 +169,7 @@ class Splicer:
         self._control = frozenset(special_ids)
         self._endings: OrderedDict[_Kind, _Ending | CannotSplice] = OrderedDict()
         self._proofs: OrderedDict[_Shape, _Proof | None] = OrderedDict()
-        self._histories: OrderedDict[tuple[bytes, bool], list[list[Message]]] = OrderedDict()
+        self._histories: OrderedDict[tuple[bytes, bool, bool], list[list[Message]]] = OrderedDict()
 
     async def probe(self, render: Render, *, options: bytes) -> dict[str, str]:
         """Prove the usual shapes ahead of the first request; returns the path that each takes, by name.
@@ -205,16 +208,16 @@ class Splicer:
         if not all(text_only(message) for message in new):
             return CannotSplice(why="media")
         kind = _Kind(options=options, calls=len(made), text=has_text(messages[last]))
-        shape = _Shape(kind=kind, tools=tools, roles=tuple(str(message["role"]) for message in new))
-        before = (messages[i]["role"] for i in range(last))
-        # What no proof covers: no question yet, results of older calls, names that could be read as control tokens, a
-        # system message after a developer's (vLLM moves both to the front for templates that know no developer).
+        before = {messages[i]["role"] for i in range(last)}
+        roles = tuple(str(message["role"]) for message in new)
+        shape = _Shape(kind=kind, tools=tools, roles=roles, asked="user" in before)
+        # What no proof covers: results of older calls, names that could be read as control tokens, a system message
+        # after a developer's (vLLM moves both to the front for templates that know no developer).
         provable = (
             max(len(new), len(made)) <= _PROVEN_MESSAGES
             and answers_its_calls(made, new)
             and all(call.plain for call in made)
-            and "user" in before
-            and not ("system" in shape.roles and "developer" in {messages[i]["role"] for i in range(last)})
+            and not ("system" in roles and "developer" in before)
         )
         try:
             ending = await self._ending(render, kind)
@@ -246,6 +249,8 @@ class Splicer:
         if [rendered[i] for i in turn] != proof.control:  # a tool whose calls are written otherwise (`<|python_tag|>`)
             return None
         cut = turn[-1] + 1 if turn else len(proof.head)
+        if cut == len(rendered):
+            return None
         return _Found(token_ids=rendered[cut:], end_of_turn=rendered[cut - 1], ending=proof.ending, path="marker")
 
     async def _ending(self, render: Render, kind: _Kind) -> _Ending | CannotSplice:
@@ -265,24 +270,23 @@ class Splicer:
             tail = await _after_answer(render, kind, ())
         except CannotRender:  # mistral-common lets no conversation end with an answer: look before what is new
             tail = await _after_answer(render, kind, ("tool",) * kind.calls or ("user",))
-            ends = (i for i, token in enumerate(tail or ()) if token in (text.ends if text else self._control))
-            tail = tail and tail[: next(ends, -1) + 1]
+            last = (i for i, token in enumerate(tail or ()) if token in (text.ends if text else self._control))
+            tail = tail and tail[: next(last, -1) + 1]
         if tail is None:
             return CannotSplice(why="answer_not_shown")
         control = [i for i, token in enumerate(tail) if token in self._control]
+        if tail and not control:
+            return CannotSplice(why="no_end_of_turn_token")
         if text is None:
-            if tail and control[:1] != [0]:
-                return CannotSplice(why="no_end_of_turn_token")
-            beyond = frozenset(tail[i] for i in control) - {*tail[:1]}
-            return _Ending(tail=tail, at=0, ends=frozenset(tail[:1]), beyond=beyond, certain=True)
+            at = control[0] if tail else 0
+            ends, beyond = frozenset(tail[at : at + 1]), frozenset(tail[i] for i in control[1:])
+            return _Ending(tail=tail, at=at, ends=ends, beyond=beyond - ends, certain=at == 0)
         if not text.tail:
             return replace(text, tail=tail, at=len(tail))
         # The same token ends a turn of text and one of calls, or else the last control token does (`<|eom_id|>`).
         alike = [i for i in control if tail[i] in text.ends]
-        if not control:
-            return CannotSplice(why="no_end_of_turn_token")
         at = (alike or control)[-1]
-        return replace(text, tail=tail, at=at, ends=text.ends | {tail[at]}, certain=bool(alike))
+        return replace(text, tail=tail, at=at, ends=text.ends | {tail[at]}, certain=text.certain and bool(alike))
 
     async def _proof(self, render: Render, shape: _Shape) -> _Proof | None:
         if shape not in self._proofs:
@@ -331,10 +335,10 @@ class Splicer:
 
     async def _taken(self, render: Render, shape: _Shape) -> list[list[Message]]:
         """The histories that the template takes; one that it refuses has no answer to continue."""
-        key = shape.kind.options, shape.tools
+        key = shape.kind.options, shape.tools, shape.asked
         if key not in self._histories:
             taken: list[list[Message]] = []
-            for history in histories(few=shape.tools):
+            for history in histories(few=shape.tools) if shape.asked else unasked_histories():
                 with suppress(CannotRender):
                     await render(history, generation_prompt=True, tools=shape.tools)
                     taken.append(history)

@@ -541,6 +541,13 @@ SUBTLE: dict[str, tuple[str, dict[str, str]]] = {
         ),
         {PLAIN: "full", RESULT: "full"},
     ),
+    "thinking goes on where the answer was thought about": (
+        chatml(
+            prompt="<|im_start|>assistant\n"
+            "{{ '<think>' if (messages | selectattr('role', 'equalto', 'assistant') | list)[-1].reasoning }}"
+        ),
+        {PLAIN: "full", RESULT: "full"},
+    ),
     "the generation prompt depends on the last role": (
         chatml(prompt="<|im_start|>assistant{{ ' on results' if messages[-1].role == 'tool' }}\n"),
         {PLAIN: "marker", OFFERED: "marker", RESULT: "marker"},
@@ -550,6 +557,19 @@ SUBTLE: dict[str, tuple[str, dict[str, str]]] = {
         {PLAIN: "marker", OFFERED: "marker", RESULT: "marker"},
     ),
     "no turn has an end": (chatml(end="\n\n"), {PLAIN: "cannot_splice:no_end_of_turn_token"}),
+    "turns are parted by plain text in front": (
+        "{% for m in messages %}\n### {{ m.role }}:\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}\n### assistant:{% endif %}",
+        {PLAIN: NOT_PROVEN},
+    ),
+    "text stands before the end of a turn": (
+        chatml(end="{{ '\n' }}<|im_end|>\n").replace("{{ m.content }}", "{{ m.content | trim }}"),
+        {PLAIN: "marker"},
+    ),
+    "calls that nothing follows end in more": (
+        chatml(end="{{ '<|eom|>' if loop.last and m.tool_calls }}<|im_end|>"),
+        {PLAIN: "marker", RESULT: NOT_PROVEN},
+    ),
     "answers are left out": (
         chatml().replace("for m in messages", "for m in messages if m.role != 'assistant'"),
         {},
@@ -681,6 +701,13 @@ def test_the_token_that_ends_a_last_answer_ends_an_answer() -> None:
     assert suffix_after(model, messages, "<|eom|>") == suffix_after(model, messages, "<|im_end|>") == "ended"
 
 
+def test_where_more_than_a_token_ends_a_turn_only_an_ended_answer_is_spliced() -> None:
+    model = Model(TURN, SUBTLE["text stands before the end of a turn"][0])
+    messages = [*HISTORIES[0], answer(), user()]
+    assert suffix_after(model, messages, "<|im_end|>") == "ended"
+    assert suffix_after(model, messages, "a length stop") == "open_answer"
+
+
 def test_an_end_of_two_control_tokens_is_not_written_twice() -> None:
     model = Model(TURN, chatml(end="{{ '</answer>' if m.role == 'assistant' }}<|im_end|>\n"))
     messages = [*HISTORIES[0], answer(), user()]
@@ -714,12 +741,23 @@ def test_an_answer_that_the_template_leaves_out_cannot_be_spliced_where_its_neig
     [
         pytest.param([*HISTORIES[2], answer(), tool(8)], id="results of older calls"),
         pytest.param([*HISTORIES[0], answer(), tool(8)], id="results of no call"),
-        pytest.param([system(), answer(), user()], id="no question before"),
         pytest.param([*HISTORIES[0], answer(), *[user()] * 33], id="many new messages"),
     ],
 )
 def test_what_no_proof_covers_is_rendered_in_full(messages: list[Message]) -> None:
     assert path(model_of("merged_results"), messages) == "full"
+
+
+def test_behind_a_summary_no_question_need_stand() -> None:
+    """Continue goes on from its instructions and a summary that it puts in an assistant's mouth."""
+    messages = [system(), answer("A summary."), answer("", calls=1), tool()]
+    assert path(model_of("qwen3"), messages) == "marker"
+    for family in ("qwen3", "llama3", "glm", "merged_results", "merged_users", "mistral_v3"):
+        model = model_of(family)
+        for asked in (messages, [system(), answer(), user()]):
+            found = model.found(asked) if servable(model, asked) else None
+            if isinstance(found, Suffix):
+                assert found.token_ids == model.after(asked), family
 
 
 def test_a_call_whose_name_spells_a_control_token_does_not_move_the_cut() -> None:
@@ -785,6 +823,14 @@ def test_a_clock_in_the_head_does_not_end_a_proof() -> None:
     model.renders = 0
     assert isinstance(model.found(messages), Suffix)
     assert model.renders == 1
+
+
+def test_new_messages_that_the_template_leaves_out_altogether_are_no_suffix() -> None:
+    model = Model(
+        TURN, chatml(end="<|im_end|>", prompt="").replace("for m in messages", "for m in messages if m.content")
+    )
+    assert path(model, [*HISTORIES[0], answer(), user()]) == "marker"
+    assert path(model, [*HISTORIES[0], answer(), user("")]) == NOT_PROVEN
 
 
 def test_an_answer_with_text_is_not_taken_for_one_without() -> None:
