@@ -440,6 +440,42 @@ SUBTLE: dict[str, tuple[str, dict[str, str]]] = {
         chatml(prompt="{{ '<hurry>' if messages | length > 30 }}<|im_start|>assistant\n"),
         {PLAIN: "full", RESULT: "full"},
     ),
+    "few turns that remain are shown where tools are": (
+        chatml(prompt="{{ '<hurry>' if tools and messages | length > 30 }}<|im_start|>assistant\n"),
+        {PLAIN: "marker", OFFERED: "full", RESULT: "full"},
+    ),
+    "few turns that remain are shown, to those who are told how to be": (
+        chatml(
+            prompt="{{ '<hurry>' if messages[0].role == 'system' and messages | length > 20 }}<|im_start|>assistant\n"
+        ),
+        {PLAIN: "full", RESULT: "full"},
+    ),
+    "few turns that remain are shown, and no system message is taken": (
+        chatml(
+            head="{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            prompt="{{ '<hurry>' if messages | length > 30 }}<|im_start|>assistant\n",
+        ),
+        {PLAIN: "full", RESULT: "full"},
+    ),
+    "a first message that says nothing is remarked upon": (
+        chatml(prompt="{{ '<silence>' if not messages[0].content }}<|im_start|>assistant\n"),
+        {PLAIN: "full", RESULT: "full"},
+    ),
+    "what was said first is not written again": (
+        chatml(said="{{ m.content if loop.first or m.content != messages[0].content else 'as before' }}"),
+        {PLAIN: "full", RESULT: "marker"},
+    ),
+    "a second system message is remarked upon": (
+        chatml(
+            prompt="{{ '<again>' if messages | selectattr('role', 'equalto', 'system') | list | length > 1 }}"
+            "<|im_start|>assistant\n"
+        ),
+        {PLAIN: "full", RESULT: "full"},
+    ),
+    "tools are taken from those who ask what": (
+        chatml(head="{% if tools and 'What' not in messages[0].content %}{{ raise_exception('what?') }}{% endif %}"),
+        {PLAIN: "marker", OFFERED: "full"},
+    ),
     "every second turn differs": (
         chatml(prompt="<|im_start|>assistant{{ '!' if messages | length % 4 > 1 }}\n"),
         {PLAIN: "full", RESULT: "full"},
@@ -533,6 +569,22 @@ SUBTLE: dict[str, tuple[str, dict[str, str]]] = {
     "results are numbered through the conversation": (
         results("{{ messages[:i] | selectattr('role', 'equalto', 'tool') | list | length }}"),
         {PLAIN: "marker", RESULT: "full"},
+    ),
+    "a fourth result is remarked upon where tools are offered": (
+        results("{{ 'enough' if tools and messages[:i] | selectattr('role', 'equalto', 'tool') | list | length > 2 }}"),
+        {OFFERED: "marker", RESULT: "full"},
+    ),
+    "results are numbered, and calls come one at a time": (
+        "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+        + results("{{ messages[:i] | selectattr('role', 'equalto', 'tool') | list | length }}"),
+        {PLAIN: "marker", RESULT: "full"},
+    ),
+    "the fifth question is remarked upon": (
+        chatml(
+            prompt="{{ '<fifth>' if messages | selectattr('role', 'equalto', 'user') | list | length == 5 }}"
+            "<|im_start|>assistant\n"
+        ),
+        {PLAIN: "full"},
     ),
     "thinking goes on where there was any": (
         chatml(
@@ -706,6 +758,9 @@ def test_where_more_than_a_token_ends_a_turn_only_an_ended_answer_is_spliced() -
     messages = [*HISTORIES[0], answer(), user()]
     assert suffix_after(model, messages, "<|im_end|>") == "ended"
     assert suffix_after(model, messages, "a length stop") == "open_answer"
+    calling = [*HISTORIES[0], answer("", calls=1), tool()]
+    assert isinstance(model.found(calling, last="<|im_end|>"), Suffix)
+    assert model.found(calling) == CannotSplice(why="open_answer")
 
 
 def test_an_end_of_two_control_tokens_is_not_written_twice() -> None:
