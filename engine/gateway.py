@@ -70,7 +70,7 @@ class Gateway:
         try:
             rollout_id, path = _route(scope)
         except EngineError as error:
-            await _answer_error(send, error, dialect_at(_path(scope)) or chat)
+            await _answer_error(send, error, dialect_at(_split(scope)[1]) or chat)
             return
         dialect = dialect_at(path)
         if rollout_id is None:
@@ -249,10 +249,8 @@ class _Answer:
 
 def _route(scope: Message) -> tuple[str | None, str]:
     """(rollout, path to serve); no rollout for traffic that is not captured. Raises BadRolloutId, UnknownRoute."""
-    path = _path(scope)
-    under = _UNDER_ROLLOUT.fullmatch(_own_path(scope))
-    if under is not None:
-        rollout_id = under["rollout"]
+    rollout_id, path = _split(scope)
+    if rollout_id is not None:
         if path not in PASSED and dialect_at(path) is None:
             served = [*(dialect.PATH for dialect in DIALECTS), *sorted(PASSED)]
             raise UnknownRoute(f"{path} is not served for a rollout: use {', '.join(served)}")
@@ -266,15 +264,11 @@ def _route(scope: Message) -> tuple[str | None, str]:
     return rollout_id, path
 
 
-def _path(scope: Message) -> str:
-    """The path to serve: what stands behind a rollout's, or the request's own."""
-    path = _own_path(scope)
+def _split(scope: Message) -> tuple[str | None, str]:
+    """The rollout that the URL names, if it names one, and the path to serve."""
+    path = str(scope["path"].removeprefix(scope.get("root_path", "")))
     under = _UNDER_ROLLOUT.fullmatch(path)
-    return path if under is None else under["path"]
-
-
-def _own_path(scope: Message) -> str:
-    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+    return (None, path) if under is None else (under["rollout"], under["path"])
 
 
 def _moved(scope: Message, path: str) -> Message:

@@ -110,14 +110,14 @@ class Journal:
         """Append the events in one transaction; returns when they are durable. Raises LogDown."""
         async with self._turns:
             try:
-                await asyncio.shield(asyncio.wrap_future(self._submit(events)))
+                await asyncio.shield(asyncio.wrap_future(self._writer.submit(events)))
             except LogError as error:
                 raise LogDown(str(error)) from error
 
     def append_later(self, events: Sequence[Event]) -> None:
         """Append without waiting, for a caller that is being cancelled; a failure is logged."""
         try:
-            self._submit(events).add_done_callback(_report)
+            self._writer.submit(events).add_done_callback(_report)
         except LogError as error:
             _tell(error)
 
@@ -154,9 +154,6 @@ class Journal:
     def close(self) -> None:
         """Write what is queued, then stop."""
         self._writer.close()
-
-    def _submit(self, events: Sequence[Event]) -> Future[None]:
-        return self._writer.submit(events)
 
 
 def _report(done: Future[None]) -> None:

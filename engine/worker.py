@@ -28,6 +28,7 @@ from engine import decide
 from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
 from engine.decide import Continuation, Keys, Root
+from engine.dialects.wire import without_cache_control
 from engine.errors import EngineError, EngineMismatch, PromptTooLong
 from engine.items import Item
 from engine.journal import Journal
@@ -166,12 +167,12 @@ class Worker:
         roles = [str(message["role"]) for message in conversation]
         if "assistant" not in roles:
             return CannotSplice(why="no_assistant_turn")
-        behind = roles[len(roles) - roles[::-1].index("assistant") :]
-        if _instructions(behind) != _instructions([item.role for item in new]):
+        answer = len(roles) - 1 - roles[::-1].index("assistant")
+        if _instructions(roles[answer + 1 :]) != _instructions([item.role for item in new]):
             return CannotSplice(why="instructions_moved")  # the server put them in front, where no suffix shows them
         return await self._splicer.suffix(
             self._render_of(rendering),
-            [_plain(message) for message in conversation],
+            [*conversation[:answer], *map(_plain, conversation[answer:])],
             options=rendering.suffix_hash,
             tools=rendering.tools,
             last_token=int(chain[-1]),
@@ -229,7 +230,7 @@ class Worker:
         self, chat_params: Any, tok_params: Any, options: Mapping[str, Any], *, items: Sequence[Item], model: JsonValue
     ) -> _Rendering:
         kwargs = {key: value for key, value in chat_params.chat_template_kwargs.items() if key != "tools"}
-        tools = _without_cache_control(chat_params.chat_template_kwargs.get("tools"))
+        tools = without_cache_control(_plain_json(chat_params.chat_template_kwargs.get("tools")))
         shaped: dict[str, JsonValue] = {
             "model": model or str(self._engine.model_config.served_model_name),
             "tokenizer_template": self._template,
@@ -359,12 +360,3 @@ def _plain_json(value: Any) -> JsonValue:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value)
-
-
-def _without_cache_control(tools: Any) -> JsonValue:
-    """The tools as the template sees them; `cache_control` is a note to a cache and shapes no prompt."""
-    if isinstance(tools, Mapping):
-        return {key: _without_cache_control(value) for key, value in tools.items() if key != "cache_control"}
-    if isinstance(tools, list | tuple):
-        return [_without_cache_control(tool) for tool in tools]
-    return _plain_json(tools)
