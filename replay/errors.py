@@ -6,6 +6,9 @@
     ├── UnknownRollout      a filter names a rollout that the log does not hold
     ├── BadPosition         a text is not a position
     ├── PositionAhead       the log has not reached the position asked for
+    ├── BadPolicy           a part of a history policy has a value that it cannot have
+    ├── NothingToDraw       a history policy leaves nothing to draw from
+    ├── StepRecorded        a step is in the log already, with other rows
     ├── FileUnwritable      an export's file cannot be written
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
     ├── NothingToTrain      a training step without one trained token
@@ -16,7 +19,7 @@ What is wrong with recorded data is not an error but a counted `replay.chain.Ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class ReplayError(Exception):
@@ -68,6 +71,36 @@ class PositionAhead(ReplayError):
         self.reached = reached
         super().__init__(
             f"rows as of {asked}, but the log has reached {reached}: ask for a position it has, or read the right log"
+        )
+
+
+class BadPolicy(ReplayError):
+    """A part of a history policy has a value that it cannot have."""
+
+    def __init__(self, part: str, value: object, rule: str) -> None:
+        self.part = part
+        self.value = value
+        super().__init__(f"the policy's {part} {value!r} {rule}")
+
+
+class NothingToDraw(ReplayError):
+    """A history policy leaves no rollout to draw."""
+
+    def __init__(self, left_out: Mapping[str, int]) -> None:
+        self.left_out = left_out
+        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "the log has no rows"
+        super().__init__(f"the policy leaves no rollout to draw ({why}): widen it, or wait for new rollouts")
+
+
+class StepRecorded(ReplayError):
+    """A training step is in the log already, with other rows."""
+
+    def __init__(self, run: str, step: int, why: str) -> None:
+        self.run = run
+        self.step = step
+        super().__init__(
+            f"step {step} of run {run!r} is in the log already and {why}: a step is trained once, "
+            "so go on with the step after the run's last, or give the run another name"
         )
 
 
