@@ -9,6 +9,7 @@
     ├── BadPolicy           a part of a history policy has a value that it cannot have
     ├── NothingToDraw       a history policy leaves nothing to draw from
     ├── StepRecorded        a step is in the log already, with other rows
+    ├── UnknownRow          a row did not train in the step that is asked for
     ├── FileUnwritable      an export's file cannot be written
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
     ├── NothingToTrain      a training step without one trained token
@@ -101,6 +102,19 @@ class StepRecorded(ReplayError):
         super().__init__(
             f"step {step} of run {run!r} is in the log already and {why}: a step is trained once, "
             "so go on with the step after the run's last, or give the run another name"
+        )
+
+
+class UnknownRow(ReplayError):
+    """The log does not say that this row trained in this step."""
+
+    def __init__(self, run: str, step: int, row_id: str) -> None:
+        self.run = run
+        self.step = step
+        self.row_id = row_id
+        super().__init__(
+            f"row {row_id!r} did not train in step {step} of run {run!r}: list the rows that did with "
+            '`turnlog sql "select run, step, row_id from trained_row"`'
         )
 
 
