@@ -32,13 +32,20 @@ _CLAUDE = "x-claude-code-"
 _TITLES = (
     "You are a title generator",  # OpenCode
     "Generate a concise, sentence-case title",  # Claude Code
+    "You write short, descriptive titles for coding-agent sessions",  # Mistral Vibe
 )
 _SUMMARIES = (
-    "You are an anchored context summarization assistant",  # OpenCode
-    "You are a helpful AI assistant tasked with summarizing conversations",  # OpenCode before
+    "You are a context summarization agent",  # OpenCode
+    "You are an anchored context summarization assistant",  # OpenCode before
+    "You are a helpful AI assistant tasked with summarizing conversations",  # OpenCode before that
+    "You are a context summarization assistant",  # pi
     "Your task is to create a detailed summary of the conversation so far",  # Claude Code
     "You are maintaining a context-aware state summary",  # OpenHands
-    "Create a comprehensive summary of our entire conversation",  # Mistral Vibe
+    "You are performing a CONTEXT CHECKPOINT COMPACTION",  # Mistral Vibe, Codex
+    "Create a comprehensive summary of our entire conversation",  # Mistral Vibe before
+    "You are the component that summarizes a conversation",  # Qwen Code
+    "Please provide a concise summary of our conversation so far",  # Continue
+    "<role>\nContext Extraction Assistant\n</role>",  # LangChain, and so deepagents
 )
 """Words by which harnesses ask for one, early in a system prompt or anywhere in a last message of the user's."""
 

@@ -108,6 +108,43 @@ def test_other_harnesses_tell_the_session(headers: dict[str, str], expected: dic
             "summary",
         ),
         ([Item.message("user", ["You are maintaining a context-aware state summary for an"])], "summary"),
+        # As OpenCode 1.18, pi 1.6, Qwen Code 0.24, Mistral Vibe 3.0, Continue 1.5 and deepagents 0.7 send them.
+        ([Item.message("system", ["You are a context summarization agent. You are given a"])], "summary"),
+        ([Item.message("system", ["You are a context summarization assistant. Your task is to read"])], "summary"),
+        (
+            [
+                Item.message("system", ["You are Qwen Code."]),
+                Item.message("user", ["Hi"]),
+                Item.message("user", ["\nYou are the component that summarizes a conversation when its context"]),
+            ],
+            "summary",
+        ),
+        (
+            [
+                Item.message("system", ["You are Mistral Vibe."]),
+                Item.message("user", ["CRITICAL: Respond with text only. Do NOT call any tools. Any tool call will be "
+                                      "rejected.\n\nYou are performing a CONTEXT CHECKPOINT COMPACTION. Create a"]),
+            ],
+            "summary",
+        ),
+        ([Item.message("system", ["\nYou write short, descriptive titles for coding-agent sessions. Given"])], "title"),
+        (
+            [
+                Item.message("system", ["You are an agent."]),
+                Item.message("user", ["Please provide a concise summary of our conversation so far, capturing the"]),
+            ],
+            "summary",
+        ),
+        ([Item.message("user", ["<role>\nContext Extraction Assistant\n</role>\n\n<primary_objective>"])], "summary"),
+        # An agent that works on such a harness reads these words; they stand in no prompt of its own.
+        (
+            [
+                Item.message("user", ["Hi"]),
+                Item.tool_result("c", ["You are a context summarization agent."]),
+                Item.message("user", ["Which class is the Context Extraction Assistant?"]),
+            ],
+            None,
+        ),
         ([Item.message("system", ["x" * 5000 + "You are a title generator"])], None),
         ([Item.message("user", ["Hi"]), Item.tool_result("c", ["You are a title generator"])], None),
         ([Item.message("user", ["You are a title generator"]), Item.message("user", ["Hi"])], None),
