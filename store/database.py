@@ -104,8 +104,10 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     """A write takes the write lock at once: a transaction that reads first could not wait for it later."""
     write = connection.get_execution_options().get(_WRITE, False)
-    connection.exec_driver_sql("pragma query_only = off" if write else "pragma query_only = on")
-    connection.exec_driver_sql("begin immediate" if write else "begin")
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.execute("pragma query_only = off" if write else "pragma query_only = on")
+    driver.execute("begin immediate" if write else "begin")
 
 
 @contextmanager
@@ -115,7 +117,7 @@ def write(database: Engine) -> Generator[Connection]:
     Raises LogUnavailable for what the driver raises, also at the commit: the events may then be durable or not, and
     appending them again is safe.
     """
-    with _unavailable("write to the log"), database.connect() as connection:
+    with _unavailable("write to the log", database), database.connect() as connection:
         connection = connection.execution_options(**{_WRITE: True})
         with connection.begin():
             yield connection
@@ -124,7 +126,7 @@ def write(database: Engine) -> Generator[Connection]:
 @contextmanager
 def read(database: Engine) -> Generator[Connection]:
     """One consistent snapshot of the log, read only. Raises LogUnavailable for what the driver raises."""
-    with _unavailable("read the log"), database.connect() as connection:
+    with _unavailable("read the log", database), database.connect() as connection:
         if database.dialect.name == "postgresql":
             connection = connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         with connection.begin():
@@ -132,13 +134,15 @@ def read(database: Engine) -> Generator[Connection]:
 
 
 @contextmanager
-def _unavailable(operation: str) -> Generator[None]:
+def _unavailable(operation: str, database: Engine) -> Generator[None]:
     """Driver errors that tell of the database, not of the statement, as LogUnavailable; a broken rule stays itself."""
+    driver = database.dialect.loaded_dbapi
     try:
         yield
-    except (exc.DBAPIError, exc.TimeoutError) as error:
-        if isinstance(error, exc.IntegrityError | exc.DataError | exc.ProgrammingError) and error.statement is not None:
-            raise
+    except (exc.DBAPIError, exc.TimeoutError, driver.Error) as error:
         cause = error.orig if isinstance(error, exc.DBAPIError) else error
+        executed = not isinstance(error, exc.DBAPIError) or error.statement is not None
+        if executed and isinstance(cause, driver.IntegrityError | driver.DataError | driver.ProgrammingError):
+            raise
         lines = str(cause).strip().splitlines()
         raise LogUnavailable(operation, lines[0] if lines else type(cause).__name__) from error

@@ -10,14 +10,21 @@ leaves nothing of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, RowMapping, Select, Table, exc, exists, select, tuple_
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Dialect, RowMapping, Select, Table, exists, select, tuple_
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.dialects.postgresql import psycopg
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import codec, hashing, schema
 from store.errors import BrokenLink, EventConflict
@@ -36,6 +43,9 @@ _E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, Rollou
 _Key = tuple[Any, ...]
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
+_CALL_NAMED = re.compile(r"\bcall ([0-9a-f-]{36})\b")
+"""How a trigger of PostgreSQL names the call that it refuses."""
+_NOTHING: Mapping[UUID, Tip] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +71,40 @@ _PLACES = (
 )
 
 
-def append(connection: Connection, events: Iterable[Event]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tip:
+    """What a child must fit of its parent."""
+
+    rollout_id: str
+    root_id: UUID
+    depth: int
+    chain_len: int
+    chain_hash: bytes
+
+    @classmethod
+    def of(cls, call: CallCompleted) -> Tip:
+        """What a child of this call must fit."""
+        return cls(
+            rollout_id=call.rollout_id,
+            root_id=call.root_id,
+            depth=call.depth,
+            chain_len=call.chain_len,
+            chain_hash=call.chain_hash,
+        )
+
+
+def append(connection: Connection, events: Iterable[Event], *, known: Mapping[UUID, Tip] = _NOTHING) -> None:
     """Append events in their order, parents before children; what is in the log already with the same content stays.
 
-    A `RolloutOpened` that says nothing but the id (`implicit`) is satisfied by any opening of that rollout.
+    A `RolloutOpened` that says nothing but the id (`implicit`) is satisfied by any opening of that rollout. `known` are
+    tips of committed calls, which the log then need not be asked for: an event that is committed stays as it is.
 
     Raises EventConflict for an id with other content, or a call that has ended otherwise, and BrokenLink for a call
     that does not extend its parent. The transaction must then be rolled back.
     """
     rest = iter(events)
     while batch := list(islice(rest, _BATCH)):
-        _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)])
+        _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)], known)
         for place in _PLACES:
             mine = [event for event in batch if isinstance(event, place.event)]
             if mine:
@@ -121,34 +154,20 @@ def pending(connection: Connection, *, worker: str | None = None) -> list[CallAd
     return _read(connection, CallAdmitted, statement if worker is None else statement.where(intent.c.worker == worker))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tip:
-    """What a child must fit."""
-
-    rollout_id: str
-    root_id: UUID
-    depth: int
-    chain_len: int
-    chain_hash: bytes
-
-
-def _check_calls(connection: Connection, batch: Sequence[CallCompleted]) -> None:
+def _check_calls(connection: Connection, batch: Sequence[CallCompleted], known: Mapping[UUID, Tip]) -> None:
     """Every call's hashes and parent link; a parent may stand earlier in the batch. Reads one narrow row a parent."""
-    tips = _tips(connection, {call.parent_id for call in batch if call.parent_id is not None})
+    parents = {call.parent_id for call in batch if call.parent_id is not None}
+    tips = {parent: known[parent] for parent in parents if parent in known}
+    if unknown := parents.difference(tips):
+        tips |= _tips(connection, unknown)
     for call in batch:
         if (why := _misfit(call, None if call.parent_id is None else tips.get(call.parent_id))) is not None:
             parent_id = None if call.parent_id is None else str(call.parent_id)
             raise BrokenLink(call_id=str(call.call_id), parent_id=parent_id, why=why)
-        tips[call.call_id] = _Tip(
-            rollout_id=call.rollout_id,
-            root_id=call.root_id,
-            depth=call.depth,
-            chain_len=call.chain_len,
-            chain_hash=call.chain_hash,
-        )
+        tips[call.call_id] = Tip.of(call)
 
 
-def _misfit(call: CallCompleted, parent: _Tip | None) -> str | None:
+def _misfit(call: CallCompleted, parent: Tip | None) -> str | None:
     """What is wrong with the call on top of this parent; None when all is right."""
     if call.hash_version != hashing.HASH_VERSION:
         return f"has hashes of version {call.hash_version}, this release checks version {hashing.HASH_VERSION}"
@@ -170,13 +189,13 @@ def _misfit(call: CallCompleted, parent: _Tip | None) -> str | None:
     return None
 
 
-def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, _Tip]:
+def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, Tip]:
     call = schema.model_call.c
     statement = select(
         call.call_id, call.rollout_id, call.root_id, call.depth, call.prompt_len, call.sampled_len, call.chain_hash
     ).where(call.call_id.in_(call_ids))
     return {
-        row.call_id: _Tip(
+        row.call_id: Tip(
             rollout_id=row.rollout_id,
             root_id=row.root_id,
             depth=row.depth,
@@ -188,31 +207,97 @@ def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, _Tip]:
 
 
 def _insert(connection: Connection, place: _Place, batch: Sequence[Event]) -> None:
-    """Insert what is new. On PostgreSQL another transaction may insert the same id meanwhile: looked at afterwards."""
-    _refuse_second_end(connection, batch)
-    digests = _digests(connection, place, batch)
-    new: list[Event] = []
-    rows: list[dict[str, Any]] = []
-    for event in batch:
-        if not _is_known(place, event, digests):
-            new.append(event)
-            rows.append(_row(event))
-            digests[place.key_of(event)] = rows[-1]["digest"]
-    if not new:
+    """Insert first, and look only when the log took fewer than it was given, or refused.
+
+    On PostgreSQL another transaction may insert the same id meanwhile: the insert waits for it.
+    """
+    if place.event is RolloutOpened:
+        batch = _unopened(connection, place, batch)
+    if not batch:
         return
-    insert = sqlite.insert(place.table) if connection.dialect.name == "sqlite" else postgresql.insert(place.table)
+    statement = _statement(place.table, connection.dialect.name)
     try:
-        inserted = connection.execute(insert.on_conflict_do_nothing(), rows).rowcount
-    except exc.IntegrityError as error:  # a trigger refused: it names the rule, the first event stands for the batch
-        why = str(error.orig).splitlines()[0]
-        raise EventConflict(kind=new[0].kind, event_id=_shown(place, new[0]), why=f"was refused ({why})") from error
-    if inserted != len(rows):
-        digests = _digests(connection, place, new)
-        for event in new:
+        # By the driver itself: SQLAlchemy would take more time than the rest of an append.
+        with closing(connection.connection.cursor()) as cursor:
+            cursor.executemany(statement.text, [statement.parameters(_row(event)) for event in batch])
+            inserted = cursor.rowcount
+    except connection.dialect.loaded_dbapi.IntegrityError as error:
+        raise _refused(connection, place, batch, str(error).splitlines()[0]) from error
+    if inserted != len(batch):
+        digests = _digests(connection, place, batch)
+        for event in batch:
             if not _is_known(place, event, digests):
                 raise EventConflict(
                     kind=event.kind, event_id=_shown(place, event), why="uses a writer_seq that its writer used before"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Statement:
+    """An insert as one driver takes it."""
+
+    text: str
+    columns: tuple[tuple[str, Callable[[Any], Any] | None], ...]
+    """In the order of its parameters: a column, and how the driver wants its value where that is not as it is."""
+
+    def parameters(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] if as_stored is None else as_stored(row[name]) for name, as_stored in self.columns)
+
+
+@cache
+def _statement(table: Table, database: str) -> _Statement:
+    """The insert into a table, which does nothing for an id that is there."""
+    names = [column.name for column in table.c if column.name != "sequence"]
+    insert: Any
+    if database == "sqlite":
+        dialect: Dialect = pysqlite.dialect(paramstyle="qmark")
+        insert = sqlite_insert(table).on_conflict_do_nothing()
+    else:
+        dialect = psycopg.dialect(paramstyle="format")  # type: ignore[no-untyped-call]
+        insert = postgresql_insert(table).on_conflict_do_nothing()
+    compiled = insert.inline().compile(dialect=dialect, column_keys=names)
+    order = compiled.positiontup
+    assert order is not None, "both parameter styles are positional"
+    as_stored = {name: table.c[name].type.dialect_impl(dialect).bind_processor(dialect) for name in names}
+    return _Statement(text=str(compiled), columns=tuple((name, as_stored[name]) for name in order))
+
+
+def _unopened(connection: Connection, place: _Place, batch: Sequence[Event]) -> list[Event]:
+    """The openings without those that say nothing but the id of a rollout that is open by then."""
+    implicit = [event for event in batch if isinstance(event, RolloutOpened) and event.implicit]
+    opened = {*_digests(connection, place, implicit)} if implicit else set[_Key]()
+    new: list[Event] = []
+    for event in batch:
+        key = place.key_of(event)
+        if not (isinstance(event, RolloutOpened) and event.implicit and key in opened):
+            new.append(event)
+        opened.add(key)
+    return new
+
+
+def _refused(connection: Connection, place: _Place, batch: Sequence[Event], why: str) -> EventConflict:
+    """What a trigger or a check refused, by the name of the event where that can be found out.
+
+    On PostgreSQL the transaction is over, but the message names a call that ends twice; on SQLite the log can be asked.
+    """
+    ended: str | UUID | None = None
+    if match := _CALL_NAMED.search(why):
+        ended = match[1]
+    elif connection.dialect.name == "sqlite":
+        digests = _digests(connection, place, batch)
+        for event in batch:
+            try:
+                _is_known(place, event, digests)
+            except EventConflict as conflict:
+                return conflict
+        if isinstance(batch[0], CallCompleted | CallEnded):
+            other = schema.call_end.c if isinstance(batch[0], CallCompleted) else schema.model_call.c
+            ids = [event.call_id for event in batch if isinstance(event, CallCompleted | CallEnded)]
+            ended = connection.scalar(select(other.call_id).where(other.call_id.in_(ids)).limit(1))
+    if ended is None:  # the message names the rule, the first event stands for the batch
+        return EventConflict(kind=batch[0].kind, event_id=_shown(place, batch[0]), why=f"was refused ({why})")
+    state = "has ended without an answer" if place.event is CallCompleted else "is completed"
+    return EventConflict(kind=batch[0].kind, event_id=str(ended), why=f"names a call that {state} ({why})")
 
 
 def _is_known(place: _Place, event: Event, digests: Mapping[_Key, bytes]) -> bool:
@@ -233,18 +318,6 @@ def _digests(connection: Connection, place: _Place, batch: Iterable[Event]) -> d
     return {tuple(row[:-1]): row.digest for row in connection.execute(select(*key, place.table.c.digest).where(wanted))}
 
 
-def _refuse_second_end(connection: Connection, batch: Sequence[Event]) -> None:
-    """A call ends once. The triggers hold this rule; here the call is named."""
-    if not isinstance(batch[0], CallCompleted | CallEnded):
-        return
-    other = schema.call_end if isinstance(batch[0], CallCompleted) else schema.model_call
-    ids = [event.call_id for event in batch if isinstance(event, CallCompleted | CallEnded)]
-    ended = connection.scalar(select(other.c.call_id).where(other.c.call_id.in_(ids)).limit(1))
-    if ended is not None:
-        state = "has ended without an answer" if other is schema.call_end else "is completed"
-        raise EventConflict(kind=batch[0].kind, event_id=str(ended), why=f"names a call that {state}")
-
-
 def _shown(place: _Place, event: Event) -> str:
     return "/".join(str(part) for part in place.key_of(event))
 
@@ -255,15 +328,15 @@ def _of_rollout(table: Table, rollout_id: str) -> Select[Any]:
 
 def _row(event: Event) -> dict[str, Any]:
     """The event's columns: its fields under their names, arrays packed, traces split into roles and digests."""
-    row = event.model_dump(exclude={"kind", "request_items", "answer_items"})
-    row["digest"] = event.digest()
+    row = {**event.__dict__, "digest": event.digest()}
     if isinstance(event, CallCompleted | CallEnded):
         packed = codec.pack(event.token_ids)
         row |= {"codec": packed.codec, "token_ids": packed.data}
     if isinstance(event, CallCompleted):
+        row["policy_spans"] = [span.__dict__ for span in event.policy_spans]
         for name, items in (("request", event.request_items), ("answer", event.answer_items)):
             row[f"{name}_roles"] = [item.role for item in items]
-            row[f"{name}_digests"] = b"".join(item.digest for item in items)
+            row[f"{name}_digests"] = b"".join([item.digest for item in items])
     return row
 
 

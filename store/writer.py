@@ -14,13 +14,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from uuid import UUID
 
 from sqlalchemy import Engine
 
 from store import log
 from store.database import write
 from store.errors import LogUnavailable
-from store.events import Event
+from store.events import CallCompleted, Event
+from store.log import Tip
+
+_TIPS_KEPT = 20_000
+"""Calls committed here whose children need not look them up: 10 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class Writer:
         self._capacity = capacity
         self._waiting: deque[_Submission] = deque()
         self._closed = False
+        self._tips: dict[UUID, Tip] = {}  # read and written by the thread alone
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="turnlog-writer", daemon=True)
         self._thread.start()
@@ -111,9 +117,13 @@ class Writer:
 
     def _commit(self, group: Sequence[_Submission]) -> None:
         with write(self._database) as connection:
-            log.append(connection, (event for submission in group for event in submission.events))
+            log.append(connection, (event for submission in group for event in submission.events), known=self._tips)
         for submission in group:
             submission.durable.set_result(None)
+        for submission in group:
+            self._tips |= {call.call_id: Tip.of(call) for call in submission.events if isinstance(call, CallCompleted)}
+        while len(self._tips) > _TIPS_KEPT:
+            del self._tips[next(iter(self._tips))]
 
     def _fail(self, group: Sequence[_Submission], error: Exception) -> None:
         for submission in group:
