@@ -11,8 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,9 +20,9 @@ import typer
 from pydantic import JsonValue
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from sqlalchemy import Engine
+
+from turnlog.console import AsJson, Db, notes, opened, print_json, progress_bar, table_of
+from turnlog.db import db
 
 NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
 app = typer.Typer(
@@ -34,14 +33,7 @@ app = typer.Typer(
     help="The durable log between LLM agents and their training.",
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
-db = typer.Typer(no_args_is_help=True, help="Bring a log to this release's schema, and check it.")
 app.add_typer(db, name="db")
-
-Db = Annotated[
-    str | None,
-    typer.Option("--db", metavar="URL", help="The log. Default: $TURNLOG_URL, else sqlite:///turnlog.db"),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
 
 
 def main() -> None:
@@ -51,7 +43,7 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, _expected()):
             raise
-        _notes().print(f"[red]turnlog:[/] {escape(str(error))}")
+        notes().print(f"[red]turnlog:[/] {escape(str(error))}")
         sys.exit(1)
 
 
@@ -82,7 +74,7 @@ def demo(
     try:
         run_demo(url=database_url(url), folder=folder, console=Console(highlight=False))
     except KeyboardInterrupt:
-        _notes().print("stopped; the model server too")
+        notes().print("stopped; the model server too")
         sys.exit(130)
 
 
@@ -145,21 +137,21 @@ def show(
     from store.database import read
     from turnlog.show import facts, load, summaries, tree
 
-    with _open(url) as database, read(database) as connection:
+    with opened(url) as database, read(database) as connection:
         if rollout is not None:
             found = load(connection, rollout)
             if as_json:
-                _print_json(facts(found))
+                print_json(facts(found))
             else:
                 Console().print(tree(found))
             return
-        with _progress("Reading rollouts"):
+        with progress_bar("Reading rollouts"):
             listed = summaries(connection, log.rollouts(connection))
     if as_json:
-        _print_json([*listed])
+        print_json([*listed])
     else:
         Console().print(
-            _table(listed, empty="no rollouts yet: start `turnlog serve MODEL`, send calls to /rollouts/ID/v1")
+            table_of(listed, empty="no rollouts yet: start `turnlog serve MODEL`, send calls to /rollouts/ID/v1")
         )
 
 
@@ -192,7 +184,7 @@ def rows(
     if out is not None and not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
-    with _open(url) as database, _progress("Building rows") as progress:
+    with opened(url) as database, progress_bar("Building rows") as progress:
         found = build(
             database,
             selection,
@@ -204,7 +196,7 @@ def rows(
             progress.update(progress.task_ids[0], description=f"Writing {out}", total=None)
             write_parquet(found, out)
     if as_json:
-        _print_json({**summary(found), "out": None if out is None else str(out)})
+        print_json({**summary(found), "out": None if out is None else str(out)})
         return
     for table in summary_tables(found):
         Console().print(table)
@@ -241,11 +233,11 @@ def explain(
         recording = Recording(reasoning, name=str(file))
         explained = ExplainedFile(name=str(file))
         # No progress bar beside JSON: it would take what is printed to stdout for its own.
-        with nullcontext() if as_json else _progress(f"Deciding {file}"):
+        with nullcontext() if as_json else progress_bar(f"Deciding {file}"):
             for call in decided(recording, file):
                 if isinstance(call, BadLine):
                     explained.bad_lines += 1
-                    _notes().print(f"[red]turnlog:[/] {escape(str(call))}")
+                    notes().print(f"[red]turnlog:[/] {escape(str(call))}")
                 elif as_json:
                     named: dict[str, JsonValue] = {"file": str(file)} if len(files) > 1 else {}
                     print(json.dumps({**named, **call.as_json()}), flush=True)
@@ -258,109 +250,3 @@ def explain(
             Console().print(table)
     if any(file.bad_lines for file in found):
         raise typer.Exit(1)
-
-
-@db.command(epilog="Example: [bold]turnlog db upgrade --db postgresql://user@host/turnlog[/]")
-def upgrade(url: Db = None) -> None:
-    """Bring the log to this release's schema; a log that is there already stays as it is."""
-    from store import migrate
-    from store.database import database_url, open_database
-
-    database = open_database(database_url(url))
-    migrate.upgrade(database)
-    Console(soft_wrap=True).print(f"{_shown(database)} is at schema revision {migrate.current(database)}")
-
-
-@db.command(epilog="Example: [bold]turnlog db current[/]")
-def current(url: Db = None, as_json: AsJson = False) -> None:
-    """Show the log's schema revision and the one that this release needs."""
-    from store import migrate
-    from store.database import database_url, open_database
-
-    database = open_database(database_url(url))
-    found, needed = migrate.current(database), migrate.head()
-    if as_json:
-        _print_json({"url": _shown(database), "current": found, "needed": needed})
-    else:
-        advice = "" if found == needed else ": run `turnlog db upgrade`"
-        state = f"{found or 'no schema'}, this release needs {needed}{advice}"
-        Console(soft_wrap=True).print(f"{_shown(database)} is at {state}")
-
-
-@db.command(epilog="Example: [bold]turnlog db check[/]")
-def check(url: Db = None, as_json: AsJson = False) -> None:
-    """List calls that were admitted and neither completed nor ended: in flight, or left by a server that was killed.
-
-    A server ends its own on its next start. They never train, and never hold up later calls.
-    """
-    from store import log
-    from store.database import read
-
-    with _open(url) as database, read(database) as connection:
-        pending = log.pending(connection)
-    listed: list[dict[str, JsonValue]] = [
-        {
-            "rollout_id": intent.rollout_id,
-            "call_id": str(intent.call_id),
-            "decision": intent.decision,
-            "reason": intent.reason,
-            "worker": intent.worker,
-            "at": intent.at,
-        }
-        for intent in pending
-    ]
-    if as_json:
-        _print_json([*listed])
-    else:
-        Console().print(_table(listed, empty="no pending calls"))
-
-
-@contextmanager
-def _open(url: str | None) -> Generator[Engine]:
-    """The log, at the schema of this release."""
-    from store import migrate
-    from store.database import database_url, open_database
-
-    database = open_database(database_url(url))
-    try:
-        migrate.require_current(database)
-        yield database
-    finally:
-        database.dispose()
-
-
-def _shown(database: Engine) -> str:
-    return database.url.render_as_string(hide_password=True)
-
-
-def _table(rows: Sequence[Mapping[str, JsonValue]], *, empty: str) -> Table | str:
-    if not rows:
-        return empty
-    table = Table()
-    for name, value in rows[0].items():
-        numeric = isinstance(value, int | float)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*("" if value is None else escape(_cell(value)) for value in row.values()))
-    return table
-
-
-def _cell(value: JsonValue) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _print_json(value: JsonValue) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _notes() -> Console:
-    """Where everything goes that is not the command's result."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
-
-
-@contextmanager
-def _progress(what: str) -> Generator[Progress]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_notes(), transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield progress

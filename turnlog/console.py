@@ -1,0 +1,80 @@
+"""What the commands share: the log's option, the opened log, tables, JSON and progress.
+
+Knows the terminal; does not know any command. Law: results go to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from pydantic import JsonValue
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from sqlalchemy import Engine
+
+Db = Annotated[
+    str | None,
+    typer.Option("--db", metavar="URL", help="The log. Default: $TURNLOG_URL, else sqlite:///turnlog.db"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
+
+
+@contextmanager
+def opened(url: str | None) -> Generator[Engine]:
+    """The log, at the schema of this release."""
+    from store import migrate
+    from store.database import database_url, open_database
+
+    database = open_database(database_url(url))
+    try:
+        migrate.require_current(database)
+        yield database
+    finally:
+        database.dispose()
+
+
+def shown(database: Engine) -> str:
+    """The log's URL without its password."""
+    return database.url.render_as_string(hide_password=True)
+
+
+def table_of(rows: Sequence[Mapping[str, JsonValue]], *, empty: str) -> Table | str:
+    """Rows of equal keys as a table; what to say instead when there are none."""
+    if not rows:
+        return empty
+    table = Table()
+    for name, value in rows[0].items():
+        numeric = isinstance(value, int | float)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else escape(_cell(value)) for value in row.values()))
+    return table
+
+
+def _cell(value: JsonValue) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def print_json(value: JsonValue) -> None:
+    """The command's result for another program."""
+    print(json.dumps(value, indent=2))
+
+
+def notes() -> Console:
+    """Where everything goes that is not the command's result."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def progress_bar(what: str) -> Generator[Progress]:
+    """A bar on stderr while something goes on; its one task has no total yet."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes(), transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield progress
