@@ -6,6 +6,7 @@
     │   └── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
     ├── UnknownRoute        404  the path under a rollout is not served
     ├── UnknownRollout      404  the rollout was never opened, and this server wants it to be
+    ├── OutcomeTaken        409  an outcome with this id, but another content, is in the log
     ├── BadRolloutId        422  the id in the URL or header breaks the rule for ids
     ├── LogDown             503  the log cannot be asked or written: retry later
     ├── UnreadableAnswer    500  the server's own answer has a shape that turnlog does not know
@@ -69,6 +70,18 @@ class UnknownRollout(EngineError):
     def __init__(self, rollout_id: str) -> None:
         self.rollout_id = rollout_id
         super().__init__(f"rollout {rollout_id!r} was never opened: open it with POST /rollouts first")
+
+
+class OutcomeTaken(EngineError):
+    """An outcome's id that another outcome has."""
+
+    status = 409
+
+    def __init__(self, outcome_id: str) -> None:
+        self.outcome_id = outcome_id
+        super().__init__(
+            f"outcome {outcome_id} is in the log with other content, an id names one outcome: leave the id out"
+        )
 
 
 class BadRolloutId(EngineError):

@@ -6,6 +6,7 @@ reads them back; there is no state here to get out of step with the log.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from sqlalchemy import Connection
 
+from engine.errors import EngineError, LogDown, OutcomeTaken
 from engine.journal import Journal
+from engine.outcome import Outcome, is_known, receipt, scored
 from store import log
 from store.errors import EventConflict
 from store.events import RolloutId, RolloutOpened, RolloutScored
@@ -63,16 +66,6 @@ class OpenRollout(_Body):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
 
-class Outcome(_Body):
-    """Body of `POST /rollouts/{id}/outcome`."""
-
-    reward: Annotated[float, Field(allow_inf_nan=False)]
-    status: str = "completed"
-    accepted: list[str] | None = None
-    output: JsonValue = None
-    declared_rewrites: list[JsonValue] = Field(default_factory=list)
-
-
 class PolicyVersion(_Body):
     """Body of `POST /policy_version`."""
 
@@ -97,13 +90,18 @@ async def open_rollout(body: OpenRollout, request: Request, running: Running) ->
 
 
 @router.post("/rollouts/{rollout_id}/outcome", status_code=201)
-async def score_rollout(rollout_id: RolloutId, body: Outcome, running: Running) -> dict[str, str]:
-    """Score a rollout. Several outcomes are allowed; the latest counts."""
+async def score_rollout(rollout_id: RolloutId, body: Outcome, running: Running) -> dict[str, JsonValue]:
+    """Score a rollout. Several outcomes are allowed; the latest counts. The same `outcome_id` again changes nothing."""
     journal = running.journal
     await _known(journal, rollout_id)
-    event = RolloutScored(outcome_id=journal.new_id(), rollout_id=rollout_id, at=journal.now(), **body.model_dump())
-    await journal.append([event])
-    return {"outcome_id": str(event.outcome_id)}
+    try:
+        # In a thread: an output can be as long as the whole rollout, and calls go on meanwhile.
+        event = await asyncio.to_thread(scored, rollout_id, body, new_id=journal.new_id(), at=journal.now())
+        if body.outcome_id is None or not await _is_in_log(journal, event):
+            await _append_once(journal, event)
+    except EngineError as error:
+        raise HTTPException(error.status, str(error)) from error
+    return receipt(event)
 
 
 @router.get("/rollouts/{rollout_id}")
@@ -125,6 +123,21 @@ async def _known(journal: Journal, rollout_id: str) -> RolloutOpened:
     if opened is None:
         raise HTTPException(404, f"rollout {rollout_id!r} is not in the log: open it with POST /rollouts")
     return opened
+
+
+async def _append_once(journal: Journal, event: RolloutScored) -> None:
+    try:
+        await journal.append([event])
+    except LogDown as error:
+        if not isinstance(error.__cause__, EventConflict):
+            raise
+        if not await _is_in_log(journal, event):  # the same id was posted at the same time
+            raise OutcomeTaken(str(event.outcome_id)) from error
+
+
+async def _is_in_log(journal: Journal, event: RolloutScored) -> bool:
+    known = await journal.query(lambda connection: log.outcomes(connection, event.rollout_id))
+    return is_known(event, known)
 
 
 _HEAVY: Any = {"token_ids", "logprobs", "request_items", "answer_items"}

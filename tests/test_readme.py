@@ -132,7 +132,8 @@ def test_the_variables_of_the_server_exist() -> None:
 
 
 def test_the_rollout_api_takes_what_the_readme_posts() -> None:
-    from engine.rollouts import OpenRollout, Outcome
+    from engine.outcome import Outcome
+    from engine.rollouts import OpenRollout
 
     bodies: list[tuple[str, Callable[[Any], object]]] = [
         ("localhost:8000/rollouts", OpenRollout.model_validate),

@@ -48,7 +48,7 @@ def request_items(body: Fields) -> tuple[Item, ...]:
         raise BadRequest(why, param="use_beam_search")
     items: list[Item] = []
     for position, message in enumerate(objects_of(body.get("messages"), "messages")):
-        items += _message_items(message, f"messages[{position}]")
+        items += message_items(message, f"messages[{position}]")
     return tuple(items)
 
 
@@ -202,7 +202,8 @@ _UNKNOWN_OF_ASSISTANT = ("function_call", "audio")
 """Fields of an assistant message that say something and have no canonical form."""
 
 
-def _message_items(message: Fields, where: str) -> list[Item]:
+def message_items(message: Fields, where: str) -> list[Item]:
+    """One message as items; `where` names its place. Raises BadRequest, UnknownItem."""
     role = message.get("role")
     if role == "assistant":
         return _assistant_items(message, where)

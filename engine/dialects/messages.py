@@ -62,18 +62,7 @@ def request_items(body: Fields) -> tuple[Item, ...]:
     """
     items = _system_items(body.get("system"), "system")
     for position, message in enumerate(objects_of(body.get("messages"), "messages")):
-        where = f"messages[{position}]"
-        match message.get("role"):
-            case "user":
-                items += _user_items(message.get("content"), f"{where}.content")
-            case "assistant":
-                items += _assistant_items(message.get("content"), f"{where}.content")
-            case "system":
-                items += _system_items(message.get("content"), f"{where}.content")
-            case str() as other if other:
-                raise UnknownItem(other, known="a message of role user, assistant or system", param=f"{where}.role")
-            case other:
-                raise wire.malformed(other, f"{where}.role", "user, assistant or system")
+        items += message_items(message, f"messages[{position}]")
     return tuple(items)
 
 
@@ -212,6 +201,21 @@ class StreamedResponse(wire.Stream):
             start = block.get(name)
             block[name] = (start if isinstance(start, str) else "") + "".join(pieces)
         return block
+
+
+def message_items(message: Fields, where: str) -> list[Item]:
+    """One message as items; `where` names its place. Raises BadRequest, UnknownItem."""
+    match message.get("role"):
+        case "user":
+            return _user_items(message.get("content"), f"{where}.content")
+        case "assistant":
+            return _assistant_items(message.get("content"), f"{where}.content")
+        case "system":
+            return _system_items(message.get("content"), f"{where}.content")
+        case str() as other if other:
+            raise UnknownItem(other, known="a message of role user, assistant or system", param=f"{where}.role")
+        case other:
+            raise wire.malformed(other, f"{where}.role", "user, assistant or system")
 
 
 def _system_items(content: JsonValue, where: str) -> list[Item]:

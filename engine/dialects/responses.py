@@ -81,7 +81,7 @@ def request_items(body: Fields) -> tuple[Item, ...]:
         return (*head, Item.message("user", [sent]))
     if not isinstance(sent, list):
         raise wire.malformed(sent, "input", "a string or a list of objects")
-    items = (_item(item, f"input[{position}]") for position, item in enumerate(objects_of(sent, "input")))
+    items = (item_of(item, f"input[{position}]") for position, item in enumerate(objects_of(sent, "input")))
     return (*head, *_said(items))
 
 
@@ -125,7 +125,7 @@ def answers(response: Fields) -> tuple[Answer, ...]:
         if status not in ("", "completed", "incomplete"):
             raise UnreadableAnswer(f"the server's answer has status {status!r}, only a completed one can be captured")
         output = objects_of(response.get("output"), "output")
-        items = tuple(_said(_item(item, f"output[{position}]") for position, item in enumerate(output)))
+        items = tuple(_said(item_of(item, f"output[{position}]") for position, item in enumerate(output)))
         details = object_of(response.get("incomplete_details") or {}, "incomplete_details")
         reason = text_of(details, "reason", "incomplete_details") or status or None
     except BadRequest as error:
@@ -245,7 +245,8 @@ def _read(known: type[BaseModel], event: Fields) -> dict[str, JsonValue]:
     return cast("dict[str, JsonValue]", known.construct(None, **event).to_dict(mode="python", warnings=False))
 
 
-def _item(item: Fields, where: str) -> Item:
+def item_of(item: Fields, where: str) -> Item:
+    """One item of an input or an output; `where` names its place. Raises BadRequest, UnknownItem."""
     kind = item.get("type") or ("message" if "role" in item else None)
     item_id = text_of(item, "id", where) or None
     match kind:
