@@ -11,6 +11,7 @@ HEAVY = {"vllm", "torch", "megatron", "duckdb", "transformers", "pyarrow"}
 SHELLS = {
     "engine.worker",
     "engine.plugin",
+    "replay.loss",
     "replay.megatron",
     "turnlog.demo.megatron_cpu",
     "turnlog.demo.qwen3",

@@ -16,7 +16,8 @@ from store import log, migrate
 from store.database import open_database, write
 from store.events import CallCompleted, Event, logprob_array, token_array
 
-collect_ignore = ["megatron_checks.py"]  # a program: it replaces parts of torch and wants a process of its own
+# Programs: they replace parts of torch and want processes of their own.
+collect_ignore = ["megatron_checks.py", "parallel_checks.py"]
 
 Recorded = tuple[Rollout, dict[UUID, Payload]]
 

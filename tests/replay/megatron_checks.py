@@ -1,38 +1,53 @@
 """Real megatron-core on the CPU, measured: prints one JSON object of figures for `test_megatron.py` to judge.
 
-    python megatron_checks.py figures FOLDER                 everything that one process can show
-    python megatron_checks.py gradients FOLDER RANK WORLD    one data-parallel rank, after `figures` in the same folder
+    python megatron_checks.py FOLDER
 
-A program of its own: it replaces parts of torch, and starts process groups.
+A program of its own: it replaces parts of torch, and starts a process group. What it leaves in the folder, the log, the
+model and the gradients of one rank, is what `parallel_checks.py` compares two ranks with.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from replay.advantage import advantages
 from replay.errors import NothingToTrain, TrainerSetup
-from replay.megatron import Clip, accumulate, micro_batches, token_logprobs, train_step
+from replay.megatron import accumulate, forward, micro_batches, train_step
+from replay.objective import Clip, Correction
 from replay.pack import Pack, pack, packs
+from replay.padding import align
 from replay.plan import plan
 from replay.row import Row
 from replay.rowset import RowSet, build
 from store import hashing, log, migrate
 from store.database import open_database, write
-from store.events import CallCompleted, PolicySpan, RolloutOpened, RolloutScored, logprob_bytes, token_bytes, uuid7
+from store.events import (
+    CallCompleted,
+    PolicySpan,
+    RolloutOpened,
+    RolloutScored,
+    logprob_array,
+    logprob_bytes,
+    token_array,
+    token_bytes,
+    uuid7,
+)
 from turnlog.demo import megatron_cpu, qwen3
 
 VOCABULARY = 256
+BUDGET = 90
 CLIP = Clip(low=0.2, high=0.2)
+Gradients = dict[str, torch.Tensor]
 
 
 def make_model(folder: Path) -> None:
@@ -51,39 +66,56 @@ def make_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_log(model: Path, url: str, *, noise: float) -> RowSet:
-    """A group of three rollouts that rewrite their context, with the log-probabilities that Hugging Face gives."""
+FORESTS = [
+    [(None, 9, 5), (0, 4, 6), (None, 7, 4), (2, 5, 3)],
+    [(None, 30, 20), (0, 3, 7), (1, 2, 2), (1, 6, 4), (None, 7, 4), (4, 5, 3)],
+    [(None, 12, 3), (None, 7, 4), (1, 5, 3)],
+]
+"""Calls of three rollouts, each (parent, interstitial tokens, sampled tokens): rewrites, and a fork of shared calls."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The calls that went into a log, and the rows that came out."""
+
+    calls: list[CallCompleted]
+    found: RowSet
+
+    @property
+    def by_rollout(self) -> dict[str, float]:
+        return advantages(self.found.scores)
+
+
+def make_log(model: Path, url: str, *, noise: float) -> Recorded:
+    """A group of three rollouts, with the log-probabilities that Hugging Face gives."""
     judge = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     source = np.random.default_rng(1)
     database = open_database(url)
     migrate.upgrade(database)
-    made = 0
-    for number, shape in enumerate([[(9, 5), (4, 6)], [(30, 20), (3, 7), (2, 2)], [(12, 3)]]):
+    everything: list[CallCompleted] = []
+    for number, forest in enumerate(FORESTS):
         rollout_id = f"r{number}"
         calls: list[CallCompleted] = []
-        for tree in (shape, [(7, 4), (5, 3)]):
-            parent: CallCompleted | None = None
-            before = np.empty(0, np.int64)
-            for interstitial, sampled in tree:
-                tokens = source.integers(0, VOCABULARY, interstitial + sampled)
-                whole = np.concatenate([before, tokens])
-                with torch.no_grad():
-                    logits = judge(torch.from_numpy(whole)[None], use_cache=False).logits[0, :-1]
-                own = logits.log_softmax(-1)[torch.arange(len(whole) - 1), torch.from_numpy(whole[1:])].numpy()
-                drift = noise * source.standard_normal(sampled)
-                parent = _call(made, rollout_id, parent, tokens, own[-sampled:] + drift, interstitial)
-                calls.append(parent)
-                before = whole
-                made += 1
+        whole: list[np.ndarray] = []
+        for parent, interstitial, sampled in forest:
+            tokens = source.integers(0, VOCABULARY, interstitial + sampled)
+            whole.append(tokens if parent is None else np.concatenate([whole[parent], tokens]))
+            with torch.no_grad():
+                logits = judge(torch.from_numpy(whole[-1])[None], use_cache=False).logits[0, :-1]
+            own = logits.log_softmax(-1)[torch.arange(len(logits)), torch.from_numpy(whole[-1][1:])].numpy()
+            drift = noise * source.standard_normal(sampled)
+            above = None if parent is None else calls[parent]
+            made = len(everything) + len(calls)
+            calls.append(_call(made, rollout_id, above, tokens, own[-sampled:] + drift, interstitial))
         outcome_id = uuid7(0, rollout_id.encode().ljust(10))
         outcome = RolloutScored(outcome_id=outcome_id, rollout_id=rollout_id, reward=float(number), at=0)
+        opened = RolloutOpened(rollout_id=rollout_id, group_id="g", opened_at=number)
         with write(database) as connection:
-            log.append(
-                connection, [RolloutOpened(rollout_id=rollout_id, group_id="g", opened_at=number), *calls, outcome]
-            )
+            log.append(connection, [opened, *calls, outcome])
+        everything += calls
     found = build(database)
     database.dispose()
-    return found
+    return Recorded(everything, found)
 
 
 def _call(
@@ -124,40 +156,48 @@ def _call(
 
 def logprobs_of(model: torch.nn.Module, packed: Pack) -> torch.Tensor:
     with torch.no_grad():
-        return token_logprobs(model, next(micro_batches([packed], torch.device("cpu"))))[0]
+        return -forward(model, next(micro_batches([packed], torch.device("cpu"))))[0]
 
 
-def reference_gradients(folder: Path, found: RowSet) -> tuple[float, dict[str, torch.Tensor]]:
-    """Plain autograd, row by row, without megatron's schedule: sum over all trained tokens / their one count."""
+def plain_logprobs(model: torch.nn.Module, token_ids: np.ndarray) -> torch.Tensor:
+    """Megatron's own path without packing: the log-probability of every token but the first."""
+    tokens = torch.from_numpy(token_ids.astype(np.int64))
+    losses: torch.Tensor = model(
+        input_ids=tokens[None, :-1],
+        position_ids=torch.arange(len(tokens) - 1)[None],
+        attention_mask=torch.ones(len(tokens) - 1, len(tokens) - 1).tril() < 0.5,  # True is masked
+        labels=tokens[None, 1:],
+    )
+    return -losses[0]
+
+
+def oracle(folder: Path, recorded: Recorded) -> tuple[float, Gradients]:
+    """The calls of the log one by one, each a sequence of its own, by plain autograd: no rows, packs or schedule."""
     model = qwen3.load(folder, megatron_cpu.PackedAttention)
-    by_rollout = advantages(found.scores)
+    whole: dict[object, np.ndarray] = {None: np.empty(0, np.int32)}
     total = torch.zeros(())
-    for row in found.rows:
-        tokens = torch.from_numpy(row.token_ids.astype(np.int64))
-        losses = model(
-            input_ids=tokens[None, :-1],
-            position_ids=torch.arange(row.length - 1)[None],
-            attention_mask=torch.ones(row.length - 1, row.length - 1).tril() < 0.5,  # True is masked
-            labels=tokens[None, 1:],
-        )
-        ratio = (-losses[0] - torch.tensor(row.logprobs[1:])).exp()
-        advantage = by_rollout[row.rollout_id]
+    for call in recorded.calls:
+        whole[call.call_id] = np.concatenate([whole[call.parent_id], token_array(call.token_ids)])
+        own = plain_logprobs(model, whole[call.call_id])[call.prompt_len - 1 :]
+        ratio = (own - torch.from_numpy(logprob_array(call.logprobs).copy())).exp()
+        advantage = recorded.by_rollout[call.rollout_id]
         clipped = ratio.clamp(1 - CLIP.low, 1 + CLIP.high)
-        per_token = -torch.minimum(ratio * advantage, clipped * advantage)
-        total = total + per_token[torch.tensor(row.loss_mask[1:])].sum()
-    loss = total / sum(row.trained for row in found.rows)
+        total = total - torch.minimum(ratio * advantage, clipped * advantage).sum()
+    loss = total / sum(call.sampled_len for call in recorded.calls)
     loss.backward()
     return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def megatron_gradients(folder: Path, mine: Sequence[Pack]) -> tuple[float, int, dict[str, torch.Tensor]]:
+def megatron_gradients(
+    folder: Path, mine: Sequence[Pack], correction: Correction | None = None
+) -> tuple[float, int, Gradients]:
     model, _ = qwen3.trainable(qwen3.load(folder, megatron_cpu.PackedAttention), learning_rate=1e-3)
     model.zero_grad_buffer()
-    seen = accumulate(model, mine, clip=CLIP)
+    seen = accumulate(model, mine, clip=CLIP, correction=correction or Correction())
     return seen.loss, seen.tokens, {name: each.main_grad.clone() for name, each in model.module.named_parameters()}
 
 
-def difference(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+def difference(ours: Gradients, reference: Gradients) -> float:
     assert ours.keys() == reference.keys()
     return max(float((ours[name] - reference[name]).abs().max()) for name in reference)
 
@@ -167,10 +207,10 @@ def figures(folder: Path) -> dict[str, object]:
     make_model(model_folder)
     exact = make_log(model_folder, f"sqlite:///{folder}/exact.db", noise=0.0)
     noisy = make_log(model_folder, f"sqlite:///{folder}/noisy.db", noise=0.3)
-    result: dict[str, object] = {"rows": [list(row.call_numbers) for row in exact.rows]}
+    result: dict[str, object] = {"rows": [list(row.call_numbers) for row in exact.found.rows]}
     before = torch.cuda.current_device
     with megatron_cpu.installed(), megatron_cpu.single_process(str(folder / "figures.rendezvous")):
-        result |= packing_figures(model_folder, exact.rows)
+        result |= packing_figures(model_folder, exact.found.rows)
         result |= gradient_figures(model_folder, noisy)
         result |= step_figures(model_folder, exact)
         result |= refusals(model_folder, exact)
@@ -185,7 +225,8 @@ def packing_figures(folder: Path, rows: Sequence[Row]) -> dict[str, object]:
     together = logprobs_of(model, pack(rows, free))
     backwards = logprobs_of(model, pack(rows[::-1], free))
     pieces = backwards.split([row.length - 1 for row in rows[::-1]])
-    plain = [_plain_logprobs(model, row) for row in rows]
+    with torch.no_grad():
+        plain = [plain_logprobs(model, row.token_ids) for row in rows]
     return {
         "packed_against_alone": float((together - alone).abs().max()),
         "packed_backwards_against_alone": float((torch.cat(pieces[::-1]) - alone).abs().max()),
@@ -193,33 +234,17 @@ def packing_figures(folder: Path, rows: Sequence[Row]) -> dict[str, object]:
     }
 
 
-def _plain_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    """Megatron's own path without packing."""
-    tokens = torch.from_numpy(row.token_ids.astype(np.int64))
-    with torch.no_grad():
-        losses: torch.Tensor = model(
-            input_ids=tokens[None, :-1],
-            position_ids=torch.arange(row.length - 1)[None],
-            attention_mask=torch.ones(row.length - 1, row.length - 1).tril() < 0.5,
-            labels=tokens[None, 1:],
-        )
-    return -losses[0]
-
-
-def gradient_figures(folder: Path, found: RowSet) -> dict[str, object]:
-    by_rollout = advantages(found.scores)
-    loss, reference = reference_gradients(folder, found)
-    torch.save((loss, reference), folder.parent / "reference.pt")
+def gradient_figures(folder: Path, recorded: Recorded) -> dict[str, object]:
+    rows, by_rollout = recorded.found.rows, recorded.by_rollout
+    loss, reference = oracle(folder, recorded)
+    largest = max(float(each.abs().max()) for each in reference.values())
+    planned = packs(plan(rows, seed=0, step=0, token_budget=BUDGET), rows, by_rollout)
     feeds = {
-        "one_pack": [pack(found.rows, by_rollout)],
-        "each_row_alone": [pack([row], by_rollout) for row in found.rows],
-        "planned": packs(plan(found.rows, seed=0, step=0, token_budget=70), found.rows, by_rollout),
-        "with_fillers": [
-            pack([], {}),
-            pack(found.rows[:2], by_rollout),
-            pack(found.rows[2:], by_rollout),
-            pack([], {}),
-        ],
+        "one_pack": [pack(rows, by_rollout)],
+        "each_row_alone": [pack([row], by_rollout) for row in rows],
+        "planned": planned,
+        "with_fillers": [pack([], {}), pack(rows[:2], by_rollout), pack(rows[2:], by_rollout), pack([], {})],
+        "padded": align([*planned, pack([], {})], equal=True),
     }
     result: dict[str, object] = {}
     for name, feed in feeds.items():
@@ -230,28 +255,79 @@ def gradient_figures(folder: Path, found: RowSet) -> dict[str, object]:
             "loss": abs(own_loss - loss),
             "gradient": difference(gradients, reference),
         }
-    largest = max(float(each.abs().max()) for each in reference.values())
-    trained = sum(row.trained for row in found.rows)
-    return {"gradients": result, "largest_gradient": largest, "trained": trained}
-
-
-def step_figures(folder: Path, found: RowSet) -> dict[str, object]:
-    model, optimizer = qwen3.trainable(qwen3.load(folder, megatron_cpu.PackedAttention), learning_rate=1e-3)
-    before = {name: each.detach().clone() for name, each in model.module.named_parameters()}
-    by_rollout = advantages(found.scores)
-    feed = packs(plan(found.rows, seed=0, step=0, token_budget=70), found.rows, by_rollout)
-    first = train_step(model, optimizer, feed, clip=CLIP)
-    moved = [float((each - before[name]).abs().max()) for name, each in model.module.named_parameters()]
-    second = train_step(model, optimizer, feed, clip=CLIP)
+        if name == "planned":
+            model, optimizer = qwen3.trainable(qwen3.load(folder, megatron_cpu.PackedAttention), learning_rate=1e-3)
+            report = train_step(model, optimizer, feed, clip=CLIP)
+            torch.save({"report": asdict(report), "gradients": gradients}, folder.parent / "one_rank.pt")
+    corrupted = {
+        name: {"loss": abs(own_loss - loss), "gradient": difference(gradients, reference)}
+        for name, (own_loss, gradients) in corruptions(folder, recorded).items()
+    }
     return {
-        "first": {name: getattr(first, name) for name in first.__slots__},
-        "second": {name: getattr(second, name) for name in second.__slots__},
-        "moved": [min(moved), max(moved)],
-        "mean_advantage": sum(by_rollout[row.rollout_id] * row.trained for row in found.rows) / first.tokens,
+        "gradients": result,
+        "corrupted": corrupted,
+        "corrected": correction_figures(folder, recorded),
+        "largest_gradient": largest,
+        "trained": sum(row.trained for row in rows),
     }
 
 
-def refusals(folder: Path, found: RowSet) -> dict[str, object]:
+def corruptions(folder: Path, recorded: Recorded) -> dict[str, tuple[float, Gradients]]:
+    """Four ways to get a step wrong: loss and gradients of each."""
+    rows, by_rollout = recorded.found.rows, recorded.by_rollout
+    of_rollout = Counter(row.rollout_id for row in rows)
+    cut = recorded.calls[0].chain_len
+    arrays = {name: getattr(rows[0], name) for name in ("token_ids", "loss_mask", "logprobs", "policy_versions")}
+    reordered = replace(rows[0], **{name: np.roll(array, -cut) for name, array in arrays.items()})
+    fork = next(index for index, row in enumerate(rows) if row.call_numbers == (1, 2, 4))
+    mask = rows[fork].loss_mask | rows[fork].logprobs.astype(bool)
+    feeds = {
+        "history_reordered": ([reordered, *rows[1:]], by_rollout),
+        "call_trained_twice": ([*rows[:fork], replace(rows[fork], loss_mask=mask), *rows[fork + 1 :]], by_rollout),
+        "advantage_by_row_count": (rows, {name: value / of_rollout[name] for name, value in by_rollout.items()}),
+    }
+    found = {}
+    for name, (fed, values) in feeds.items():
+        loss, _, gradients = megatron_gradients(folder, [pack(fed, values)])
+        found[name] = (loss, gradients)
+    loss, tokens, gradients = megatron_gradients(folder, [pack(rows, by_rollout)])
+    scale = tokens / len(rows)
+    found["rows_as_denominator"] = (loss * scale, {name: each * scale for name, each in gradients.items()})
+    return found
+
+
+def correction_figures(folder: Path, recorded: Recorded) -> dict[str, object]:
+    """A correction does not depend on how rows are packed, and is not what `none` gives."""
+    rows, by_rollout = recorded.found.rows, recorded.by_rollout
+    _, _, uncorrected = megatron_gradients(folder, [pack(rows, by_rollout)])
+    found: dict[str, object] = {}
+    for correction in (Correction(kind="token", cap=1.1), Correction(kind="sequence", cap=1.5)):
+        _, _, together = megatron_gradients(folder, [pack(rows, by_rollout)], correction)
+        _, _, alone = megatron_gradients(folder, [pack([row], by_rollout) for row in rows], correction)
+        found[correction.kind] = {
+            "packing": difference(together, alone),
+            "against_none": difference(together, uncorrected),
+        }
+    return found
+
+
+def step_figures(folder: Path, recorded: Recorded) -> dict[str, object]:
+    model, optimizer = qwen3.trainable(qwen3.load(folder, megatron_cpu.PackedAttention), learning_rate=1e-3)
+    before = {name: each.detach().clone() for name, each in model.module.named_parameters()}
+    rows, by_rollout = recorded.found.rows, recorded.by_rollout
+    feed = packs(plan(rows, seed=0, step=0, token_budget=BUDGET), rows, by_rollout)
+    first = train_step(model, optimizer, feed, clip=CLIP)
+    moved = [float((each.detach() - before[name]).abs().max()) for name, each in model.module.named_parameters()]
+    second = train_step(model, optimizer, feed, clip=CLIP)
+    return {
+        "first": asdict(first),
+        "second": asdict(second),
+        "moved": [min(moved), max(moved)],
+        "mean_advantage": sum(by_rollout[row.rollout_id] * row.trained for row in rows) / first.tokens,
+    }
+
+
+def refusals(folder: Path, recorded: Recorded) -> dict[str, object]:
     model, optimizer = qwen3.trainable(qwen3.load(folder, megatron_cpu.PackedAttention), learning_rate=1e-3)
     messages: dict[str, object] = {}
     try:
@@ -260,7 +336,7 @@ def refusals(folder: Path, found: RowSet) -> dict[str, object]:
         messages["no_token"] = str(error)
     model.module.config.calculate_per_token_loss = False
     try:
-        train_step(model, optimizer, [pack(found.rows[:1], advantages(found.scores))])
+        train_step(model, optimizer, [pack(recorded.found.rows[:1], recorded.by_rollout)])
     except TrainerSetup as error:
         messages["per_token_loss"] = str(error)
     try:
@@ -271,30 +347,6 @@ def refusals(folder: Path, found: RowSet) -> dict[str, object]:
     return messages
 
 
-def gradients(folder: Path, rank: int, world: int) -> dict[str, object]:
-    """One data-parallel rank's step over the noisy log, whose reference gradients `figures` left in the folder."""
-    database = open_database(f"sqlite:///{folder}/noisy.db")
-    found = build(database)
-    rendezvous = f"file://{folder}/gradients.rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
-    with megatron_cpu.installed():
-        parallel_state.initialize_model_parallel()
-        planned = plan(found.rows, seed=0, step=0, world=world, token_budget=70)
-        mine = packs(planned, found.rows, advantages(found.scores), rank=rank)
-        loss, tokens, own = megatron_gradients(folder / "model", mine)
-    reference_loss, reference = torch.load(folder / "reference.pt")
-    torch.distributed.destroy_process_group()
-    return {
-        "own_tokens": sum(each.trained for each in mine),
-        "tokens": tokens,
-        "loss": abs(loss - reference_loss),
-        "gradient": difference(own, reference),
-        "micro_batches": len(mine),
-    }
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    what, where, *ranks = sys.argv[1:]
-    answer = figures(Path(where)) if what == "figures" else gradients(Path(where), *map(int, ranks))
-    print(json.dumps(answer))
+    print(json.dumps(figures(Path(sys.argv[1]))))
