@@ -3,14 +3,27 @@
 Knows rewards and groups; does not know rows, tokens or losses.
 Law: how many rows a rollout became changes nothing here, and a rollout's advantage is copied to its rows unscaled.
 
-The population of a group is what the caller passes: pass every scored rollout of the log and a rollout refused as
-invalid still counts in its group's mean; pass only those that gave rows and it does not.
-
 A group of rewards 0, 2, 10 has mean 4; a rollout alone in its group, or in none, learns nothing from its reward:
 
 >>> group = [Score(rollout_id=name, group_id="g", reward=reward) for name, reward in [("a", 0), ("b", 2), ("c", 10)]]
 >>> advantages([*group, Score(rollout_id="d", group_id=None, reward=7)])
 {'a': -4.0, 'b': -2.0, 'c': 6.0, 'd': 0.0}
+
+The population that a baseline is taken over is what the caller passes, and there are two to choose from when a rollout
+was scored but refused as invalid. Say that of `c` above; a and b have rows, c has none.
+
+*All scored rollouts* (`RowSet.scores` as it is): the reward of c is as true as the others', and a and b stay below the
+mean of what this task can give. Their advantages no longer sum to zero, as what c would balance does not train:
+
+>>> all_scored = advantages(group)
+>>> [all_scored[name] for name in ("a", "b")]
+[-4.0, -2.0]
+
+*Only those that gave rows*: what trains is balanced within the step, and b, which the other population pushes down, is
+pushed up. Right where an invalid rollout's reward says nothing, such as one that failed half-way:
+
+>>> advantages(score for score in group if score.rollout_id in {"a", "b"})
+{'a': -1.0, 'b': 1.0}
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Engine
 
 from replay.advantage import Score, advantages
+from replay.rowset import build
+from store.events import RolloutOpened, RolloutScored, uuid7
 
 
 def group(*rewards: float, of: str | None = "g") -> list[Score]:
@@ -17,8 +21,22 @@ def test_the_baselines() -> None:
     assert list(advantages(group(0, 2), divide_by_std=True).values()) == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
-def test_the_population_is_what_the_caller_passes() -> None:
-    assert list(advantages(group(0, 2, 10)[:2]).values()) == [-1, 1]
+def test_a_baseline_counts_an_invalid_rollout_or_not(
+    sqlite_database: Engine, remember: Any, grow: Any, chain_maker: Any
+) -> None:
+    for number, reward in enumerate([0.0, 2.0, 10.0]):
+        name = f"r{number}"
+        last = (4, 0 if reward == 10.0 else 2)  # the third rollout's second chain sampled nothing: it is invalid
+        calls = grow(chain_maker, [None, None], lengths=[(5, 3), last], rollout_id=name)
+        outcome_id = uuid7(0, name.encode().ljust(10))
+        outcome = RolloutScored(outcome_id=outcome_id, rollout_id=name, reward=reward, at=0)
+        remember(sqlite_database, [RolloutOpened(rollout_id=name, group_id="g", opened_at=number), *calls, outcome])
+    found = build(sqlite_database)
+    assert [row.rollout_id for row in found.rows] == ["r0", "r0", "r1", "r1"]
+    assert found.refusals.by_reason() == {"nothing_trained": 1}
+    assert advantages(found.scores) == {"r0": -4, "r1": -2, "r2": 6}
+    gave_rows = {row.rollout_id for row in found.rows}
+    assert advantages(score for score in found.scores if score.rollout_id in gave_rows) == {"r0": -1, "r1": 1}
 
 
 def test_equal_rewards_and_lonely_rollouts_learn_nothing() -> None:
