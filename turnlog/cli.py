@@ -155,6 +155,53 @@ def show(
         )
 
 
+@app.command(epilog="Example: [bold]turnlog outcome r1 --reward 1 --output conversation.json[/]")
+def outcome(
+    rollout: Annotated[str, typer.Argument(help="Id of the rollout.")],
+    reward: Annotated[float, typer.Option(help="A finite number.")],
+    status: Annotated[
+        Literal["completed", "truncated", "failed"],
+        typer.Option(help="It ran to its end, was stopped by a limit, or broke."),
+    ] = "completed",
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Call or response id of a call that counts; may be repeated.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What the harness returned, as JSON; - for standard input.")
+    ] = None,
+    declared_rewrite: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="A rewrite that the harness declares; may be repeated.")
+    ] = None,
+    outcome_id: Annotated[
+        str | None, typer.Option(metavar="UUID", help="Makes it safe to run the same command again.")
+    ] = None,
+    url: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a rollout in the log: its reward, and which of its calls count."""
+    import secrets
+    import time
+
+    from store.events import uuid7
+    from turnlog.outcome import outcome_of, record
+
+    described = outcome_of(
+        reward=reward,
+        status=status,
+        accepted=accept,
+        output=output,
+        rewrites=declared_rewrite or (),
+        outcome_id=outcome_id,
+    )
+    now = time.time_ns()
+    with opened(url) as database:
+        told = record(database, rollout, described, new_id=uuid7(now // 10**6, secrets.token_bytes(10)), at=now // 1000)
+    if as_json:
+        print_json(told)
+    else:
+        Console(soft_wrap=True).print(f"rollout {rollout} has outcome {told['outcome_id']}: {reward}, {status}")
+
+
 @app.command(epilog="Examples: [bold]turnlog rows[/] counts, [bold]turnlog rows --out rows.parquet[/] writes a file.")
 def rows(
     out: Annotated[
@@ -250,3 +297,51 @@ def explain(
             Console().print(table)
     if any(file.bad_lines for file in found):
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples: [bold]turnlog sql[/] lists the tables; "
+    "[bold]turnlog sql \"select reason, count(*) from model_call where decision = 'root' group by reason\"[/] asks; "
+    "[bold]turnlog sql --csv - < query.sql > answer.csv[/] reads the query from a file."
+)
+def sql(
+    query: Annotated[
+        str | None, typer.Argument(help="One query in the SQL of the log's database; - reads it from stdin.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead, all lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects instead, all lines.")] = False,
+    parquet: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all lines to this file instead.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Most lines in the terminal; 0 for all.")] = 100,
+    url: Db = None,
+) -> None:
+    """Ask the log a question in SQL. Whatever the query says, it cannot change the log.
+
+    Ids are shown as UUIDs, other bytes in hex; uuid('0198...') makes an id of a text.
+    """
+    from turnlog.sql import ask, first_lines, tables, write_csv, write_json, write_parquet
+
+    if sum((as_csv, as_json, parquet is not None)) > 1:
+        raise typer.BadParameter("--csv, --json and --parquet are three answers: ask for one of them")
+    with opened(url) as database:
+        if query is None:
+            listed = tables(database)
+            if as_json:
+                print_json([*listed])
+            else:
+                Console().print(table_of(listed, empty="no tables"))
+            return
+        with ask(database, sys.stdin.read() if query == "-" else query) as answer:
+            if as_csv:
+                write_csv(answer, sys.stdout)
+            elif as_json:
+                write_json(answer, sys.stdout)
+            elif parquet is not None:
+                with progress_bar(f"Writing {parquet}"):
+                    written = write_parquet(answer, parquet)
+                Console(soft_wrap=True).print(f"wrote {written} lines to {parquet}")
+            else:
+                with progress_bar("Reading lines"):
+                    table, more = first_lines(answer, limit)
+                Console().print(table)
+                if more:
+                    notes().print(f"these are the first {limit} lines: --limit 0 shows all, --csv prints them")

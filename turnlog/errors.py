@@ -5,7 +5,10 @@
     ├── NoModelServer       vLLM is not installed here
     ├── NoPlugIn            vLLM would not find turnlog here
     ├── MissingPackages     the demo needs packages that are not installed here
+    ├── BadJson             a file or an option that should hold JSON cannot be read
     ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
+    ├── BadSql              the log refused a query
+    ├── NotTabular          a query's answer fits no Parquet file
     ├── FolderTaken         the demo's folder holds other files
     └── DemoFailed          the demo found something that turnlog promises not to happen
         └── ServerFailed    the model server did not start, or ended during the demo
@@ -62,6 +65,14 @@ class MissingPackages(CommandError):
         )
 
 
+class BadJson(CommandError):
+    """What should be JSON is not there, or is none."""
+
+    def __init__(self, where: str, why: str) -> None:
+        self.where = where
+        super().__init__(f"{where} cannot be read as JSON ({why}): name a file of JSON, or - for standard input")
+
+
 class CorpusTooSmall(CommandError):
     """The Python at hand ships too little source text to train the demo's tokenizer on."""
 
@@ -71,6 +82,26 @@ class CorpusTooSmall(CommandError):
         super().__init__(
             f"the Python sources in {folder} give a tokenizer of {entries} entries, the demo's model needs {needed}: "
             "run it with a Python that ships its standard library as source files"
+        )
+
+
+class BadSql(CommandError):
+    """The log refused a query."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"the log refused the query ({why}): give one statement that only reads, in the SQL of the log's database; "
+            "`turnlog sql` alone lists the tables"
+        )
+
+
+class NotTabular(CommandError):
+    """A query's answer fits no Parquet file."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"the answer fits no Parquet file, whose columns have one type each ({cause}): cast them in the query"
         )
 
 

@@ -20,18 +20,6 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Run `turnlog` in a fresh process and an empty folder, as a user does."""
-
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "turnlog", *arguments]
-        variables = {"PATH": "/nowhere", "COLUMNS": "200", "NO_COLOR": "1", "HOME": str(tmp_path), **environment}
-        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
-
-    return run
-
-
-@pytest.fixture
 def log_url(sqlite_database: Engine, sqlite_url: str, chain_maker: Any) -> str:
     """A log of one scored rollout: calls 1 and 2, a root 3, a branch 4 of call 1, one failed and one pending."""
     first, second = chain_maker([(20, 10), (8, 5)], rollout_id="r1")
