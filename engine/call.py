@@ -20,7 +20,7 @@ from engine.capture import Admission, Generation
 from engine.errors import EngineError, LogDown
 from engine.items import Answer, Item
 from engine.journal import Journal
-from store.events import CallCompleted, RolloutOpened
+from store.events import CallCompleted, RolloutOpened, token_array
 
 logger = logging.getLogger("turnlog")
 
@@ -101,8 +101,9 @@ class Call:
         logger.info("rollout %s: call %s %s: %s", self.rollout_id, self.admission.call_ids[0], state, reason)
 
     def _remember(self, admission: Admission, event: CallCompleted) -> None:
-        sampled = self.generation.choices[event.choice].token_ids
-        self.journal.remember(event.call_id, np.asarray([*admission.prompt_ids, *sampled], dtype=np.int32))
+        delta = token_array(event.token_ids)
+        chain = delta if admission.parent_chain is None else np.concatenate([admission.parent_chain, delta])
+        self.journal.remember(event.call_id, chain)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("turnlog_call", default=None)

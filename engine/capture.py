@@ -114,7 +114,9 @@ class Writer:
 
 def spliced(parent_chain: Tokens, suffix: Sequence[int]) -> list[int]:
     """The prompt of a continuation: the parent's chain, then the suffix."""
-    return [*parent_chain.tolist(), *suffix]
+    prompt: list[int] = parent_chain.tolist()
+    prompt.extend(suffix)
+    return prompt
 
 
 def intents(admission: Admission) -> list[CallAdmitted]:
@@ -153,13 +155,12 @@ def completed(
     sampled = generation.choices.get(answer.index)
     if sampled is None or not sampled.token_ids:
         raise CaptureFailed(f"choice {answer.index} was answered, but the engine reported no tokens for it")
-    if list(generation.prompt_ids) != admission.prompt_ids:
+    if [*generation.prompt_ids] != admission.prompt_ids:
         raise CaptureFailed("the engine reports another prompt than the one decided on: refuse to store it")
-    if admission.parent_chain is not None:
-        head = np.asarray(admission.prompt_ids[: admission.prev_len], dtype=np.int32)
-        if not np.array_equal(head, admission.parent_chain):
-            raise CaptureFailed("the prompt does not start with the parent's tokens: refuse to store it")
-    delta = token_bytes([*admission.prompt_ids[admission.prev_len :], *sampled.token_ids])
+    prompt = token_bytes(admission.prompt_ids)
+    if admission.parent_chain is not None and prompt[: 4 * admission.prev_len] != token_bytes(admission.parent_chain):
+        raise CaptureFailed("the prompt does not start with the parent's tokens: refuse to store it")
+    delta = prompt[4 * admission.prev_len :] + token_bytes(sampled.token_ids)
     key = answer_key(answer.items)
     call_id = admission.call_ids[answer.index]
     return CallCompleted.model_validate(

@@ -27,7 +27,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 from urllib.parse import unquote_to_bytes
@@ -48,6 +49,10 @@ OUTER_SPACE = (
     "\u2028\u2029\u202f\u205f\u3000\ufeff"
 )
 """What a harness may trim at the ends of an answer: the white space of Python and of JavaScript together."""
+_REMEMBERED = 2000
+"""Characters up to which a text is remembered."""
+_KEPT = 32_768
+"""Texts of each kind that are remembered: 80 MB at most, and a fifth of that in practice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +140,13 @@ class Item:
         No parts make an empty message, which is an item too: it stands in the prompt, and it is the whole echo of an
         answer that was nothing but reasoning when a harness does not send reasoning back.
         """
-        joined = _joined(parts)
+        joined, shown = _joined(parts), _shown(attributes)
+        text = _text(joined)
+        if not shown and len(text) <= _REMEMBERED and joined == [text]:
+            return _called(_text_message(role, text), item_id)
         fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": _canonical_parts(joined)}
-        return cls(
-            kind="message",
-            role=role,
-            digest=_digest(fields, attributes),
-            text=_text(joined),
-            media=_media(joined),
-            item_id=item_id,
-        )
+        digest = _digest(fields, shown)
+        return cls(kind="message", role=role, digest=digest, text=text, media=_media(joined), item_id=item_id)
 
     @classmethod
     def reasoning(cls, text: str, *, opaque: bool = False, item_id: str | None = None) -> Item:
@@ -156,9 +158,9 @@ class Item:
     @classmethod
     def tool_call(cls, call_id: str, name: str, arguments: JsonValue, *, item_id: str | None = None) -> Item:
         """A tool call; `arguments` is JSON text as most wires have it, or the value itself."""
-        call = ToolCall(call_id=call_id, name=name, arguments=canonical_arguments(arguments))
-        fields: dict[str, JsonValue] = {"kind": "tool_call", "id": call_id, "name": name, "arguments": call.arguments}
-        return cls(kind="tool_call", role="tool_call", digest=_digest(fields), call=call, item_id=item_id)
+        if isinstance(arguments, str) and len(arguments) <= _REMEMBERED:
+            return _called(_text_tool_call(call_id, name, arguments), item_id)
+        return _called(_tool_call(call_id, name, canonical_arguments(arguments)), item_id)
 
     @classmethod
     def tool_result(
@@ -170,15 +172,11 @@ class Item:
         attributes: Mapping[str, JsonValue] | None = None,
     ) -> Item:
         """What a tool gave back for the call of that id; `is_error` is the mark of dialects that have one."""
-        joined = _joined(parts)
-        fields: dict[str, JsonValue] = {
-            "kind": "tool_result",
-            "id": call_id,
-            "error": is_error,
-            "parts": _canonical_parts(joined),
-        }
-        digest = _digest(fields, attributes)
-        return cls(kind="tool_result", role="tool_result", digest=digest, text=_text(joined), media=_media(joined))
+        joined, shown = _joined(parts), _shown(attributes)
+        text = _text(joined)
+        if not shown and len(text) <= _REMEMBERED and joined == [text]:
+            return _text_result(call_id, text, is_error)
+        return _tool_result(call_id, joined, is_error, shown)
 
     @classmethod
     def hosted(cls, what: str, content: Mapping[str, JsonValue], *, item_id: str | None = None) -> Item:
@@ -265,6 +263,8 @@ def _double(token: str) -> float:
 
 def _joined(parts: Sequence[str | Media]) -> list[str | Media]:
     """Parts with adjacent text joined and empty text gone."""
+    if len(parts) == 1 and parts[0]:
+        return [*parts]
     joined: list[str | Media] = []
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
         if not is_text:
@@ -286,13 +286,55 @@ def _canonical_parts(joined: Sequence[str | Media]) -> list[JsonValue]:
     return [{"text": part} if isinstance(part, str) else {part.kind: part.address} for part in joined]
 
 
+def _shown(attributes: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    """The attributes that say something."""
+    return {name: value for name, value in (attributes or {}).items() if value not in (None, "", [])}
+
+
 def _digest(fields: dict[str, JsonValue], attributes: Mapping[str, JsonValue] | None = None) -> bytes:
-    shown: dict[str, JsonValue] = {
-        name: value for name, value in (attributes or {}).items() if value not in (None, "", [])
-    }
-    if shown:
-        fields["attributes"] = shown
+    if attributes:
+        fields["attributes"] = {**attributes}
     return hashing.item_digest(hashing.canonical_json(fields))
+
+
+def _called(item: Item, item_id: str | None) -> Item:
+    return item if item_id is None else replace(item, item_id=item_id)
+
+
+# A harness sends its whole history again with each call, so what is short is remembered.
+
+
+@lru_cache(maxsize=_KEPT)
+def _text_message(role: MessageRole, text: str) -> Item:
+    fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": [{"text": text}]}
+    return Item(kind="message", role=role, digest=_digest(fields), text=text)
+
+
+@lru_cache(maxsize=_KEPT)
+def _text_tool_call(call_id: str, name: str, arguments: str) -> Item:
+    return _tool_call(call_id, name, canonical_arguments(arguments))
+
+
+@lru_cache(maxsize=_KEPT)
+def _text_result(call_id: str, text: str, is_error: bool) -> Item:
+    return _tool_result(call_id, [text], is_error, {})
+
+
+def _tool_call(call_id: str, name: str, arguments: str) -> Item:
+    fields: dict[str, JsonValue] = {"kind": "tool_call", "id": call_id, "name": name, "arguments": arguments}
+    call = ToolCall(call_id=call_id, name=name, arguments=arguments)
+    return Item(kind="tool_call", role="tool_call", digest=_digest(fields), call=call)
+
+
+def _tool_result(call_id: str, joined: Sequence[str | Media], is_error: bool, shown: Mapping[str, JsonValue]) -> Item:
+    fields: dict[str, JsonValue] = {
+        "kind": "tool_result",
+        "id": call_id,
+        "error": is_error,
+        "parts": _canonical_parts(joined),
+    }
+    digest = _digest(fields, shown)
+    return Item(kind="tool_result", role="tool_result", digest=digest, text=_text(joined), media=_media(joined))
 
 
 def _utf8(text: str) -> bytes:

@@ -17,6 +17,7 @@ A root of 3 prompt tokens that sampled 2:
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Literal, Self, TypeVar
 from uuid import UUID
 
@@ -87,6 +88,8 @@ def logprob_array(raw: bytes) -> npt.NDArray[np.float32]:
 
 def token_bytes(token_ids: npt.ArrayLike) -> bytes:
     """Token ids as int32 little-endian bytes."""
+    if isinstance(token_ids, list):
+        return struct.pack(f"<{len(token_ids)}i", *token_ids)  # three times as fast as by way of an array
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 

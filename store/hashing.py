@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 HASH_VERSION = 1
 """Version of the canonical form and of every digest below; stored with each call."""
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def canonical_json(value: JsonValue) -> bytes:
@@ -29,7 +30,7 @@ def canonical_json(value: JsonValue) -> bytes:
 
     Raises ValueError for NaN and Infinity, which JSON cannot hold.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def tagged_digest(domain: str, *parts: bytes) -> bytes:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
+from typing import Any
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, TextualSelect, bindparam, text
+from sqlalchemy import Connection, Row, TextualSelect, bindparam, column, text
 
 from store import codec, hashing, schema
 from store.errors import BrokenLink
@@ -25,6 +26,10 @@ from store.events import ItemTrace, token_array
 from store.log import traces
 
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
+_SELECTED = re.compile(r"^select\n(.+?)\nfrom", re.MULTILINE | re.DOTALL)
+"""The columns of a statement: those of its one select that begins a line and has them on the next."""
+_KEYS = 4
+"""Summary hashes that one statement looks for; most requests have one or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +65,13 @@ class TracedCall:
 
 
 def find_by_summary(connection: Connection, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
-    """The rollout's completed calls that have one of these summary hashes, in order of sequence: one indexed query."""
-    if not keys:
-        return []
-    found = connection.execute(_FIND_BY_SUMMARY, {"rollout_id": rollout_id, "keys": list(keys)})
+    """The rollout's completed calls that have one of these summary hashes, in order of sequence: indexed queries."""
+    found: list[Row[Any]] = []
+    for at in range(0, len(keys), _KEYS):
+        some = [*keys[at : at + _KEYS]]
+        some += some[-1:] * (_KEYS - len(some))
+        values = {f"key_{number}": key for number, key in enumerate(some, 1)}
+        found += connection.execute(_FIND_BY_SUMMARY, {"rollout_id": rollout_id, **values})
     known = [
         KnownCall(
             call_id=row.call_id,
@@ -142,12 +150,18 @@ def recent_requests(connection: Connection, rollout_id: str, limit: int = 32) ->
 
 
 def _statement(name: str) -> TextualSelect:
-    """One statement of `sql/lineage.sql` by its name; its columns have the types of `model_call`."""
+    """One statement of `sql/lineage.sql` by its name; its columns have the types of `model_call`.
+
+    They are told in their order: only then does SQLAlchemy not work them out anew for each result.
+    """
     _, *named = _NAME.split((files("store") / "sql" / "lineage.sql").read_text(encoding="utf-8"))
-    statement = text(dict(zip(named[::2], named[1::2], strict=True))[name].strip().rstrip(";"))
-    return statement.columns(**{column.name: column.type for column in schema.model_call.c})
+    words = dict(zip(named[::2], named[1::2], strict=True))[name].strip().rstrip(";")
+    (selected,) = _SELECTED.findall(words)
+    names = [column.split()[-1].rpartition(".")[-1] for column in selected.split(",")]
+    call = schema.model_call.c
+    return text(words).columns(*(call[name] if name in call else column(name) for name in names))
 
 
-_FIND_BY_SUMMARY = _statement("find_by_summary").bindparams(bindparam("keys", expanding=True))
+_FIND_BY_SUMMARY = _statement("find_by_summary")
 _CHAIN = _statement("chain").bindparams(bindparam("call_id", type_=schema.Id))
 _RECENT_REQUESTS = _statement("recent_requests")

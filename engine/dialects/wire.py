@@ -222,7 +222,7 @@ def objects_of(value: JsonValue, where: str) -> list[dict[str, JsonValue]]:
     """A list of objects."""
     if not isinstance(value, list):
         raise malformed(value, where, "a list of objects")
-    return [object_of(entry, f"{where}[{position}]") for position, entry in enumerate(value)]
+    return [entry if isinstance(entry, dict) else object_of(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
 
 
 def object_of(value: JsonValue, where: str) -> dict[str, JsonValue]:

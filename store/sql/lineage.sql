@@ -1,12 +1,13 @@
 -- name: find_by_summary
 -- The completed calls of a rollout that have one of these summary hashes: one probe of an index a hash. Unordered, since
--- both databases would otherwise walk the rollout's whole history in order of sequence.
+-- both databases would otherwise walk the rollout's whole history in order of sequence. A fixed number of hashes, the last
+-- one repeated: a list of any length would be a new statement each time.
 select
   call_id, rollout_id, parent_id, root_id, depth, sequence, prompt_len, sampled_len,
   hash_version, summary_hash, chain_hash, reasoning_digest, response_id, answer_item_ids
 from model_call
 where rollout_id = :rollout_id
-  and summary_hash in :keys;
+  and summary_hash in (:key_1, :key_2, :key_3, :key_4);
 
 -- name: chain
 -- Every call from a tip to its root, by parent links; the subquery makes each step one probe of the index on call_id.

@@ -148,7 +148,11 @@ def statement(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "values", "indexes"),
     [
-        ("find_by_summary", {"rollout_id": "'r1'", "keys": "(x'61', x'62')"}, {"model_call_summary"}),
+        (
+            "find_by_summary",
+            {"rollout_id": "'r1'", "key_1": "x'61'", "key_2": "x'62'", "key_3": "x'62'", "key_4": "x'62'"},
+            {"model_call_summary"},
+        ),
         ("chain", {"call_id": "x'00'"}, {"model_call_id_key"}),
         ("recent_requests", {"rollout_id": "'r1'", "calls": "32"}, {"model_call_rollout", "model_call_root"}),
     ],
