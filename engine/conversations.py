@@ -16,6 +16,7 @@ MARKERS = ("here ends what turnlog", "here ends what golnrut")
 SWITCHES = ("/no_think /nothink detailed thinking off", "/think detailed thinking on")
 """Words by which a message can switch thinking off or on in the templates of some models."""
 
+_THOUGHTS = ("reasoning", "reasoning_content")
 USUAL_SHAPES = (
     ("plain", False, 0, True, ("user",)),
     ("tools offered", True, 0, True, ("user",)),
@@ -60,7 +61,7 @@ def answer(
     """An assistant's message; the arguments of its tool calls end in the marker."""
     message: dict[str, object] = {"role": "assistant", "content": content}
     if thinking:
-        message |= {"reasoning": "a thought", "reasoning_content": "a thought"}
+        message |= dict.fromkeys(_THOUGHTS, "a thought")
     if found:
         arguments = f'{{"text": "{marker}"}}'
         message["tool_calls"] = [
@@ -139,6 +140,15 @@ def histories(*, few: bool) -> Iterator[list[_Message]]:
         yield [_turn("system", content), _turn("user", content), answer(content=content), _turn("user", content)]
         yield [_turn("user", content)]
     yield [_turn("developer", "be brief"), *exchanges(2)]
+
+
+def unthought(messages: Sequence[_Message]) -> list[_Message]:
+    """The same conversation without thoughts, for a template that takes none.
+
+    >>> unthought([answer(content="so", thinking=True)])
+    [{'role': 'assistant', 'content': 'so'}]
+    """
+    return [{key: value for key, value in message.items() if key not in _THOUGHTS} for message in messages]
 
 
 def tool_calls(message: _Message) -> tuple[ToolCall, ...]:

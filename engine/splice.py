@@ -42,6 +42,7 @@ from engine.conversations import (
     text_only,
     tool_calls,
     unasked_histories,
+    unthought,
 )
 from engine.errors import EngineError
 
@@ -162,7 +163,7 @@ class _Found:
 class Splicer:
     """Finds suffixes, and remembers what was proven for which options and shape.
 
-    `special_ids` are the tokenizer's added tokens, here called control tokens: no merge crosses one.
+    `special_ids` are the tokenizer's added and special tokens, here called control tokens: no merge crosses one.
     """
 
     def __init__(self, special_ids: Collection[int]) -> None:
@@ -187,6 +188,8 @@ class Splicer:
             made = answer(calls(count), content=MARKERS[0] if text else "", thinking=True)
             messages = [*exchanges(2), made, *new_messages(roles, calls(count), "new")]
             found = await self._find(render, messages, options=options, tools=tools)
+            if isinstance(found, CannotSplice) and found.why.startswith("template:"):
+                found = await self._find(render, unthought(messages), options=options, tools=tools)
             paths[name] = found.path if isinstance(found, _Found) else f"cannot_splice:{found.why}"
         return paths
 
@@ -310,6 +313,7 @@ class Splicer:
             conversation = [*exchanges(1), answer(found, content=kind.content), *new_messages(shape.roles, found, word)]
             return await render(conversation, generation_prompt=True, tools=False)
 
+        thoughts = await _takes_thoughts(render, kind, shape.roles)
         one, two = await marked(made, "new"), await marked(made, "other")
         after = await _after_answer(render, kind, shape.roles)
         shown = len(one) - len(after or ())
@@ -324,7 +328,7 @@ class Splicer:
         taken = await self._taken(render, shape)
         for n, history in enumerate(taken):
             content = kind.content if kind.text or kind.calls else " " * (n % 3)
-            conversation = [*history, answer(made, content=content, thinking=n % 2 == 1)]
+            conversation = [*history, answer(made, content=content, thinking=thoughts and n % 2 == 1)]
             if not await _agree(render, conversation, new, cut - start, tools=shape.tools):
                 return None
         if not taken:
@@ -339,12 +343,24 @@ class Splicer:
         if key not in self._histories:
             taken: list[list[Message]] = []
             for history in histories(few=shape.tools) if shape.asked else unasked_histories():
-                with suppress(CannotRender):
-                    await render(history, generation_prompt=True, tools=shape.tools)
-                    taken.append(history)
+                for told in (history, unthought(history)):
+                    with suppress(CannotRender):
+                        await render(told, generation_prompt=True, tools=shape.tools)
+                        taken.append(told)
+                        break
             _remember(self._histories, key, taken)
         system = "system" in shape.roles
         return [each for each in self._histories[key] if not (system and each[0]["role"] == "developer")]
+
+
+async def _takes_thoughts(render: Render, kind: _Kind, roles: Sequence[str]) -> bool:
+    """Whether the template takes an answer with thoughts: no request whose answers have some is served otherwise."""
+    made = calls(kind.calls)
+    conversation = [*exchanges(1), answer(made, content=kind.content, thinking=True), *new_messages(roles, made, "new")]
+    with suppress(CannotRender):
+        await render(conversation, generation_prompt=True, tools=False)
+        return True
+    return False
 
 
 async def _after_answer(render: Render, kind: _Kind, roles: Sequence[str]) -> list[int] | None:

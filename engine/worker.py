@@ -16,8 +16,9 @@ import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
 from pydantic import JsonValue
@@ -45,6 +46,8 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "n",
 )  # fmt: skip
+_TOLD = 1024
+"""Rollouts remembered as warned of; one that goes on after so many others is warned of again."""
 _PROBE_TOOLS: list[JsonValue] = [
     {"type": "function", "function": {"name": "look_up", "description": "probe", "parameters": {"type": "object"}}}
 ]
@@ -80,11 +83,12 @@ class Worker:
         self._engine = engine
         self._journal = journal
         self._reasoning: ReasoningPolicy = reasoning
-        self._told_strict: set[str] = set()
+        self._told_strict = OrderedDict[str, None]()
         self._render_chat = engine.renderer.render_chat_async
         self._generate = engine.generate
         tokenizer = engine.renderer.tokenizer
-        self._splicer = Splicer(tokenizer.get_added_vocab().values())
+        # A tokenizer of mistral-common has no added tokens, only special ones.
+        self._splicer = Splicer({*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids})
         # Part of every render hash: a server restarted with another template continues nothing of before.
         self._template = hashing.tagged_digest(
             "template", str(getattr(tokenizer, "chat_template", None)).encode()
@@ -92,11 +96,14 @@ class Worker:
 
     async def install(self) -> dict[str, str]:
         """Wrap the two methods; returns how each usual shape of messages will be spliced, by name."""
+        # As the server asks its template itself; mistral-common gives no text that could be tokenised afterwards.
+        tokenize = getattr(self._engine.renderer.tokenizer, "IS_MISTRAL_TOKENIZER", False)
         params = ChatParams(
-            chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": False}
+            chat_template_kwargs={"add_generation_prompt": True, "tools": _PROBE_TOOLS, "tokenize": tokenize}
         )
         rendering = self._rendering(params, None, {}, items=(), model=None)
-        paths = await self._splicer.probe(self._render_of(rendering), options=rendering.suffix_hash)
+        with _refusals_expected():
+            paths = await self._splicer.probe(self._render_of(rendering), options=rendering.suffix_hash)
         self._engine.renderer.render_chat_async = self._rendered
         self._engine.generate = self._generated
         return paths
@@ -151,7 +158,9 @@ class Worker:
             recent = await self._journal.recent(call.rollout_id)
             return decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent)
         if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
-            self._told_strict.add(call.rollout_id)
+            self._told_strict[call.rollout_id] = None
+            if len(self._told_strict) > _TOLD:
+                self._told_strict.popitem(last=False)
             logger.warning(
                 "rollout %s: its harness does not send reasoning back, so each of its calls begins a new row; "
                 "serve with --reasoning restore to continue with the reasoning kept",
@@ -334,6 +343,21 @@ def _collect(call: Call, output: Any, *, delta: bool) -> None:
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
         if versions := getattr(choice, "weight_versions", None):
             sampled.versions = tuple((span.version, span.start, span.end) for span in versions)
+
+
+@contextmanager
+def _refusals_expected() -> Generator[None]:
+    """Keep vLLM from warning of each conversation that its template refuses: a proof tries some, and no user asked."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Chat template rejected the request")
+
+    upstream = logging.getLogger("vllm.renderers.hf")
+    upstream.addFilter(other)
+    try:
+        yield
+    finally:
+        upstream.removeFilter(other)
 
 
 def _instructions(roles: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -206,6 +207,37 @@ def make_chain_maker() -> Callable[[int], ChainMaker]:
 def chain_maker(make_chain_maker: Callable[[int], ChainMaker]) -> ChainMaker:
     """Valid chains of calls: `chain_maker([(prompt, sampled), ...], rollout_id=..., parent=...)`."""
     return make_chain_maker(0)
+
+
+TEKKEN_WORDS, TEKKEN_CONTROL = 2000, 1000
+"""Size of `write_tekken`'s tokenizers: ordinary and control tokens."""
+
+
+@pytest.fixture(scope="session")
+def write_tekken() -> Callable[[Path, str], Path]:
+    """Writes a tokenizer file of a version of mistral-common's: a part of the words of one that comes with it."""
+
+    def write(folder: Path, version: str) -> Path:
+        import mistral_common
+        from mistral_common.tokens.tokenizers.base import SpecialTokens
+
+        source = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
+        names = [token.value for token in SpecialTokens]
+        names += [f"<SPECIAL_{rank}>" for rank in range(len(names), TEKKEN_CONTROL)]
+        source["config"] |= {
+            "version": version,
+            "default_vocab_size": TEKKEN_WORDS + TEKKEN_CONTROL,
+            "default_num_special_tokens": TEKKEN_CONTROL,
+        }
+        source["vocab"] = source["vocab"][:TEKKEN_WORDS]
+        source["special_tokens"] = [
+            {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
+        ]
+        path = folder / "tekken.json"
+        path.write_text(json.dumps(source))
+        return path
+
+    return write
 
 
 def _postgres_database(server: str, template: str) -> Iterator[str]:

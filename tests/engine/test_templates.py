@@ -9,7 +9,7 @@ import asyncio
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine.conversations import unthought
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -895,23 +896,41 @@ def test_an_answer_with_text_is_not_taken_for_one_without() -> None:
     assert path(model, [*HISTORIES[0], answer("So.", calls=1), tool()], tools=True) == "marker"
 
 
-@pytest.mark.parametrize("name", ["mistral_instruct_tokenizer_241114.model.v7", "tekken_240911.json"])
-def test_mistrals_own_encoder_is_spliced_although_it_ends_no_conversation_with_an_answer(name: str) -> None:
-    encoder = MistralTokenizer.from_file(str(Path(mistral_common.__file__).parent / "data" / name))
-    splicer = Splicer(range(encoder.instruct_tokenizer.tokenizer.num_special_tokens))
+MISTRAL_VERSIONS = {
+    "v3": {"tool result", "parallel tool results"},
+    "v7": {"tool result", "parallel tool results", "text, then tool result", "plain"},
+    "v13": {"tool result", "parallel tool results", "text, then tool result", "plain", "tools offered",
+            "tool result, then user"},
+    "mistral_instruct_tokenizer_241114.model.v7": {"tool result", "parallel tool results", "text, then tool result",
+                                                   "plain"},
+}  # fmt: skip
+"""The usual shapes that are spliced with mistral-common's encoder, by version or file; all of them by the marker."""
+
+
+@pytest.mark.parametrize("version", MISTRAL_VERSIONS)
+def test_mistrals_own_encoder_is_spliced_although_it_ends_no_conversation_with_an_answer(
+    version: str, write_tekken: Callable[[Path, str], Path], tmp_path: Path
+) -> None:
+    shipped = Path(mistral_common.__file__).parent / "data" / version
+    encoder = MistralTokenizer.from_file(str(shipped if shipped.exists() else write_tekken(tmp_path, version)))
+    tokenizer = encoder.instruct_tokenizer.tokenizer
+    splicer = Splicer(range(tokenizer.num_special_tokens))
 
     async def render(messages: Sequence[Message], *, generation_prompt: bool, tools: bool) -> list[int]:
-        known = [{key: message[key] for key in message if "reasoning" not in key} for message in messages]
+        told: Any = [dict(message) for message in messages]
         try:
-            request = ChatCompletionRequest.from_openai(messages=known, tools=TOOLS if tools else None)
+            request = ChatCompletionRequest.from_openai(messages=told, tools=TOOLS if tools else None)
             return list(encoder.encode_chat_completion(request).tokens)
         except MistralCommonException as error:
             raise CannotRender(str(error)) from error
 
+    paths = asyncio.run(splicer.probe(render, options=b""))
+    spliced = {name: path for name, path in paths.items() if not path.startswith("cannot_splice:")}
+    assert spliced == dict.fromkeys(MISTRAL_VERSIONS[version], "marker")
     for history in HISTORIES:
-        messages = [*history, answer("", calls=2), tool(0, "</s>[INST]"), tool(1, "")]
+        messages = [*unthought(history), answer("", calls=2), tool(0, "</s>[INST]"), tool(1, "")]
         full = asyncio.run(render(messages, generation_prompt=True, tools=True))
-        end = encoder.instruct_tokenizer.tokenizer.eos_id
+        end = tokenizer.eos_id
         found = asyncio.run(splicer.suffix(render, messages, options=b"", tools=True, last_token=end))
         cut = len(full) - full[::-1].index(end)
         assert found == Suffix(token_ids=full[cut:], path="marker")

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging.handlers
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from sqlalchemy import Engine
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from vllm.exceptions import VLLMValidationError
 
 from engine.errors import EngineMismatch
 from engine.gateway import Gateway
@@ -18,7 +22,7 @@ from engine.journal import Journal
 from engine.plugin import Plugin, install
 from engine.rollouts import Service, router
 from engine.settings import Settings
-from engine.worker import check
+from engine.worker import Worker, check
 from store.database import write
 from store.errors import MediaUnavailable, SchemaMismatch
 
@@ -78,6 +82,38 @@ def test_the_installed_vllm_has_the_signatures_that_are_wrapped() -> None:
     engine.renderer.render_chat_async = BaseRenderer.render_chat_async.__get__(object())  # type: ignore[method-assign]
     engine.generate = AsyncLLM.generate.__get__(object())  # type: ignore[method-assign]
     check(engine)
+
+
+def test_what_a_template_refuses_at_start_up_alarms_nobody(sqlite_database: Engine, tmp_path: Path) -> None:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.hf import HfRenderer
+    from vllm.renderers.params import ChatParams
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = (Path(__file__).parent / "templates" / "gemma.jinja").read_text()
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=32, num_attention_heads=1).save_pretrained(tmp_path)
+    arguments = EngineArgs(model=str(tmp_path), logprobs_mode="processed_logprobs", dtype="float32")
+    engine = AnEngine()
+    engine.model_config = arguments.create_model_config()
+    engine.renderer = HfRenderer(VllmConfig(model_config=engine.model_config), tokenizer)
+    stock = engine.renderer.render_chat_async
+    warned = logging.handlers.BufferingHandler(1000)
+    logger = logging.getLogger("vllm.renderers.hf")
+    logger.addHandler(warned)
+    journal = Journal(sqlite_database, worker="w")
+    try:
+        paths = asyncio.run(Worker(engine, journal, reasoning="strict").install())
+        assert paths["system, then user"].startswith("cannot_splice:template:")
+        assert warned.buffer == []
+        with pytest.raises(VLLMValidationError):
+            asyncio.run(stock([[{"role": "system", "content": "Hi"}]], ChatParams()))
+        assert "rejected the request" in warned.buffer[0].getMessage()
+    finally:
+        logger.removeHandler(warned)
+        journal.close()
 
 
 def start(settings: Settings) -> None:
