@@ -215,8 +215,8 @@ def rows(
     exclude_role: Annotated[
         list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
     ] = None,
-    position: Annotated[
-        str | None, typer.Option(help="As of this position of the log, as an earlier run printed it. Default: now.")
+    as_of: Annotated[
+        str | None, typer.Option(metavar="POSITION", help="The log as it was at this position. Default: now.")
     ] = None,
     url: Db = None,
     as_json: AsJson = False,
@@ -226,7 +226,7 @@ def rows(
     from replay.rowset import build
     from replay.selection import Selection
     from replay.source import Position
-    from turnlog.summary import summary, summary_tables
+    from turnlog.summary import again, summary, summary_tables
 
     if out is not None and not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
@@ -236,7 +236,7 @@ def rows(
             database,
             selection,
             rollouts=rollout,
-            position=None if position is None else Position.parse(position),
+            position=None if as_of is None else Position.parse(as_of),
             progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
         )
         if out is not None:
@@ -247,6 +247,7 @@ def rows(
         return
     for table in summary_tables(found):
         Console().print(table)
+    Console(soft_wrap=True).print(f"the same rows again, at any time: [bold]{escape(again(found, rollout))}[/]")
     if out is not None:
         Console(soft_wrap=True).print(f"wrote {len(found.rows)} rows to {out}")
 

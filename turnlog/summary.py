@@ -6,7 +6,8 @@ what did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 from rich.markup import escape
@@ -31,6 +32,18 @@ def summary(found: RowSet) -> dict[str, JsonValue]:
         "position": str(found.position),
         "sha256": found.digest(),
     }
+
+
+def again(found: RowSet, rollouts: Sequence[str] | None) -> str:
+    """The command that gives the same rows, whatever the log gets from now on; `--db` aside."""
+    words = ["turnlog", "rows", "--as-of", str(found.position)]
+    if found.selection.rule != "completed":
+        words += ["--rule", found.selection.rule]
+    for role in sorted(found.selection.excluded_roles):
+        words += ["--exclude-role", role]
+    for rollout_id in rollouts or ():
+        words += ["--rollout", rollout_id]
+    return shlex.join(words)
 
 
 def summary_tables(found: RowSet) -> Iterator[Table]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -137,8 +138,23 @@ def test_rows_are_counted_and_written(run: Run, log_url: str, tmp_path: Path) ->
     counted = json.loads(run("rows", "--json", "--db", log_url).stdout)
     assert (counted["rows"], counted["trained_tokens"], counted["out"]) == (3, 22, None)
     assert counted["refused_rollouts"] == []
-    again = json.loads(run("rows", "--json", "--db", log_url, "--position", counted["position"]).stdout)
+    again = json.loads(run("rows", "--json", "--db", log_url, "--as-of", counted["position"]).stdout)
     assert again["sha256"] == counted["sha256"]
+
+
+def test_old_rows_come_again_by_the_command_that_was_printed(
+    run: Run, log_url: str, sqlite_database: Engine, chain_maker: Any
+) -> None:
+    asked = ("--exclude-role", "the title", "--rollout", "r1")
+    (line,) = [line for line in run("rows", *asked, "--db", log_url).stdout.splitlines() if "the same rows" in line]
+    words = shlex.split(line.partition(": ")[2])
+    before = json.loads(run(*words[1:], "--json", "--db", log_url).stdout)
+    with write(sqlite_database) as connection:
+        root = chain_maker([(9, 4), (3, 3)], rollout_id="r1")
+        append(connection, [*root, RolloutScored(outcome_id=uuid4(), rollout_id="r1", reward=9, at=99)])
+    assert json.loads(run("rows", *asked, "--json", "--db", log_url).stdout)["rows"] == before["rows"] + 1
+    assert json.loads(run(*words[1:], "--json", "--db", log_url).stdout) == before
+    assert before["selection"]["excluded_roles"] == ["the title"]
 
 
 def test_refused_rollouts_are_counted_by_their_reason(run: Run, log_url: str) -> None:
