@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from engine.errors import EngineError, LogDown, OutcomeTaken
 from engine.journal import Journal
 from engine.outcome import Outcome, is_known, receipt, scored
-from store import log
+from store import log, narrow
 from store.errors import EventConflict
 from store.events import RolloutId, RolloutOpened, RolloutScored
 
@@ -140,19 +140,15 @@ async def _is_in_log(journal: Journal, event: RolloutScored) -> bool:
     return is_known(event, known)
 
 
-_HEAVY: Any = {"token_ids", "logprobs", "request_items", "answer_items"}
-
-
 def _state(connection: Connection, opened: RolloutOpened) -> dict[str, JsonValue]:
     rollout_id = opened.rollout_id
-    calls = log.calls(connection, rollout_id)
-    ends = log.ends(connection, rollout_id)
-    finished = {call.call_id for call in calls} | {end.call_id for end in ends}
-    pending = [intent for intent in log.intents(connection, rollout_id) if intent.call_id not in finished]
+    calls, ends = narrow.calls(connection, rollout_id), narrow.ends(connection, rollout_id)
+    finished = {str(call["call_id"]) for call in (*calls, *ends)}
+    intents = [intent.model_dump(mode="json") for intent in log.intents(connection, rollout_id)]
     return {
         "rollout": opened.model_dump(mode="json"),
-        "calls": [call.model_dump(mode="json", exclude=_HEAVY) for call in calls],
-        "ended": [end.model_dump(mode="json", exclude=_HEAVY) for end in ends],
-        "pending": [intent.model_dump(mode="json") for intent in pending],
+        "calls": [*calls],
+        "ended": [*ends],
+        "pending": [intent for intent in intents if intent["call_id"] not in finished],
         "outcomes": [outcome.model_dump(mode="json") for outcome in log.outcomes(connection, rollout_id)],
     }
