@@ -92,7 +92,8 @@ class Unmatched:
     wrote any of it), `output_unknown` (no call answered this), `output_edited` (ids or parts tell the call, but it
     answered something else), `output_id_elsewhere` (the ids are those of another call), `output_out_of_order` (only
     calls that came earlier, or count already), `output_ambiguous` (several calls, and no evidence which),
-    `output_gap` (a call that another one continues is missing), `reference_unknown`, `reference_ambiguous`.
+    `output_gap` (a call that another one continues is missing); and of the ids listed beside it `reference_unknown`,
+    `reference_ambiguous` and `reference_missing` (they leave out a call whose answer it holds).
     """
 
     reason: str
@@ -322,9 +323,11 @@ class _Matching:
                 "output_out_of_order",
                 f"is the answer of {self.shown(by_content)}, which cannot count{after}",
             )
-        elif by_content:
+        elif by_content and (wrong := [call for call in ids if call not in by_content]):
             reason = "output_id_elsewhere"
-            what = f"is the answer of {self.shown(by_content)}, but has ids of {self.shown(ids)}"
+            what = f"is the answer of {self.shown(by_content)}, but has ids of {self.shown(wrong)}"
+        elif by_content:
+            reason, what = "reference_missing", f"is the answer of {self.shown(by_content)}, to which nothing refers"
         elif like := ids or self.alike(piece):
             reason, what = "output_edited", f"is not what {self.shown(like)} answered, whose ids or parts it has"
         else:
