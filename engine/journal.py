@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import TypeVar
 from uuid import UUID
 
@@ -23,7 +24,7 @@ from sqlalchemy import Connection, Engine
 from engine.capture import Writer
 from engine.errors import LogDown
 from store import lineage, log
-from store.database import read
+from store.database import read, read_one
 from store.errors import LogError
 from store.events import CallEnded, Event, RolloutOpened, uuid7
 from store.lineage import KnownCall, TracedCall
@@ -71,7 +72,7 @@ class Journal:
 
     async def look_up(self, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
         """The rollout's completed calls with one of these summary hashes: one indexed query."""
-        return await self.query(lambda connection: lineage.find_by_summary(connection, rollout_id, keys))
+        return await self._ask(read_one, lambda connection: lineage.find_by_summary(connection, rollout_id, keys))
 
     async def recent(self, rollout_id: str) -> list[TracedCall]:
         """The rollout's latest calls with their item digests, to tell the reason of a root."""
@@ -123,9 +124,13 @@ class Journal:
 
     async def query(self, question: Callable[[Connection], _T]) -> _T:
         """Answer a question from a consistent snapshot, in a thread. Raises LogDown."""
+        return await self._ask(read, question)
 
+    async def _ask(
+        self, reading: Callable[[Engine], AbstractContextManager[Connection]], question: Callable[[Connection], _T]
+    ) -> _T:
         def ask() -> _T:
-            with read(self.database) as connection:
+            with reading(self.database) as connection:
                 return question(connection)
 
         try:

@@ -134,6 +134,17 @@ def read(database: Engine) -> Generator[Connection]:
 
 
 @contextmanager
+def read_one(database: Engine) -> Generator[Connection]:
+    """For one statement that reads, which is a snapshot by itself: no transaction to begin and to end around it."""
+    if database.dialect.name == "sqlite":
+        with read(database) as connection:  # costs no round trip there, and cannot change anything
+            yield connection
+    else:
+        with _unavailable("read the log", database), database.connect() as connection:
+            yield connection.execution_options(isolation_level="AUTOCOMMIT")
+
+
+@contextmanager
 def _unavailable(operation: str, database: Engine) -> Generator[None]:
     """Driver errors that tell of the database, not of the statement, as LogUnavailable; a broken rule stays itself."""
     driver = database.dialect.loaded_dbapi
