@@ -146,7 +146,8 @@ def _form(value: JsonValue, at: str) -> _Found:
     if not isinstance(value, list):
         raise malformed(value, at, _FORMS)
     if value and all(isinstance(entry, list) for entry in value):
-        return "snapshots", _flattened([_form(entry, f"{at}[{place}]")[1] for place, entry in enumerate(value)])
+        states = [(objects_of(entry, f"{at}[{place}]"), f"{at}[{place}]") for place, entry in enumerate(value)]
+        return "snapshots", _flattened([_conversation(state, where)[1] for state, where in states])
     objects = objects_of(value, at)
     if any(map(_is_response, objects)):
         return "responses", [_response(entry, f"{at}[{place}]") for place, entry in enumerate(objects)]
