@@ -61,7 +61,7 @@ class BadPosition(ReplayError):
 
     def __init__(self, text: str) -> None:
         self.text = text
-        super().__init__(f"{text!r} is not a position: give the one that an earlier replay printed, such as 60.5.5")
+        super().__init__(f"{text!r} is not a position: give the one that an earlier replay printed, such as 60.5.5.0")
 
 
 class PositionAhead(ReplayError):

@@ -1,4 +1,4 @@
-"""Checked chains in, rows of equal-length arrays out.
+"""Packed rows in, rows of equal-length arrays out.
 
 Knows the layout of a row; does not know where chains come from, packs or trainers.
 Law: a row is its chain's deltas end to end, unshifted and unpadded, and each sampled token trains in one row.
@@ -15,42 +15,50 @@ A call shared with an earlier row keeps its log-probabilities and versions here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from pydantic import JsonValue
 
-from replay.call import Payload, Rollout
-from replay.chain import Chain
+from replay.chain import Chains
+from replay.fill import Filled
 from store import hashing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One training sequence."""
+    """One training sequence. Its arrays cannot be written, and may be views into those of many rows."""
 
     row_id: str
-    """32 hex digits, derived from the row's whole content: the same row, the same id, whenever it is replayed."""
+    """32 hex digits, derived from the digests of the row's calls and which of them train: the same row, the same id,
+    whenever it is replayed."""
     rollout_id: str
     group_id: str | None
     reward: float | None
     """Of the rollout's latest outcome; not part of the row id, since a rollout may be scored again."""
-    call_ids: tuple[UUID, ...]
-    """Root first; the last one is the tip."""
+    calls: bytes
+    """The ids of its calls end to end, 16 bytes each."""
     call_numbers: tuple[int, ...]
     """Place of each call among the completed calls of its rollout, counted from 1: the row {3,4}."""
     token_ids: npt.NDArray[np.int32]  # [T]
     loss_mask: npt.NDArray[np.bool_]  # [T]
     logprobs: npt.NDArray[np.float32]  # [T]
-    policy_versions: npt.NDArray[np.int64]  # [T]
+    version_spans: npt.NDArray[np.int64]  # [S, 3]
+    """Half-open ranges of its tokens and the policy version that sampled them: start, end, version."""
+
+    @property
+    def call_ids(self) -> tuple[UUID, ...]:
+        """Root first; the last one is the tip."""
+        return tuple(UUID(bytes=self.calls[at : at + 16]) for at in range(0, len(self.calls), 16))
 
     @property
     def tip(self) -> UUID:
         """The chain's last call."""
-        return self.call_ids[-1]
+        return UUID(bytes=self.calls[-16:])
 
     @property
     def length(self) -> int:
@@ -63,47 +71,73 @@ class Row:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def policy_versions(self) -> npt.NDArray[np.int64]:
+        """[T] the version that sampled each token, -1 where the policy did not sample."""
+        versions = np.full(self.length, -1, np.int64)
+        for start, end, version in self.version_spans.tolist():
+            versions[start:end] = version
+        versions.flags.writeable = False
+        return versions
+
+    @property
     def policy_range(self) -> tuple[int, int]:
-        """Oldest and newest policy version that sampled a token trained here."""
+        """Oldest and newest policy version among the trained tokens."""
         versions = self.policy_versions[self.loss_mask]
         return int(versions.min()), int(versions.max())
 
 
-def build(rollout: Rollout, chains: Iterable[Chain], payloads: Mapping[UUID, Payload]) -> list[Row]:
-    """One row per chain, in the order given."""
-    return [_row(rollout, chain, payloads) for chain in chains]
+def row_ids(chains: Chains) -> list[str]:
+    """The id of each chain's row: the digests of its calls stand for their whole content, tokens included."""
+    piece = chains.piece
+    digests = piece.column("digest").take(pa.array(chains.call)).to_pylist()
+    edges = chains.start.tolist()
+    return [
+        hashing.tagged_digest(
+            "row", piece.rollouts[rollout].rollout_id.encode(), b"".join(digests[low:high]), carried.to_bytes(8, "big")
+        ).hex()[:32]
+        for rollout, low, high, carried in zip(
+            chains.rollout.tolist(), edges[:-1], edges[1:], chains.carried.tolist(), strict=True
+        )
+    ]
 
 
-def _row(rollout: Rollout, chain: Chain, payloads: Mapping[UUID, Payload]) -> Row:
-    length = chain.calls[-1].chain_len
-    token_ids = np.empty(length, np.int32)
-    loss_mask = np.zeros(length, np.bool_)
-    logprobs = np.zeros(length, np.float32)
-    policy_versions = np.full(length, -1, np.int64)
-    for call, trained in zip(chain.calls, chain.trained, strict=True):
-        payload = payloads[call.call_id]
-        sampled = slice(call.prompt_len, call.chain_len)
-        token_ids[call.prev_len : call.chain_len] = payload.token_ids
-        loss_mask[sampled] = trained
-        logprobs[sampled] = payload.logprobs
-        for span in call.policy_spans:
-            policy_versions[call.prompt_len + span.start : call.prompt_len + span.end] = span.policy_version
-    call_ids = tuple(call.call_id for call in chain.calls)
-    arrays = (token_ids, loss_mask, logprobs, policy_versions)
-    for array in arrays:
+def rows(filled: Filled) -> Iterator[Row]:
+    """The rows one by one, as views."""
+    chains = filled.chains
+    piece = chains.piece
+    for array in (filled.token_ids, filled.loss_mask, filled.logprobs):
         array.flags.writeable = False
-    return Row(
-        row_id=_content_digest(rollout.rollout_id, call_ids, *arrays).hex()[:32],
-        rollout_id=rollout.rollout_id,
-        group_id=rollout.group_id,
-        reward=rollout.reward,
-        call_ids=call_ids,
-        call_numbers=tuple(call.number for call in chain.calls),
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        logprobs=logprobs,
-        policy_versions=policy_versions,
-    )
+    calls = b"".join(piece.column("call_id").take(pa.array(chains.call)).to_pylist())
+    numbers = piece.number[chains.call].tolist()
+    spans, edges = _spans(chains)
+    starts, offset = chains.start.tolist(), filled.offset.tolist()
+    for at, (row_id, place) in enumerate(zip(row_ids(chains), chains.rollout.tolist(), strict=True)):
+        rollout = piece.rollouts[place]
+        here, lines = slice(offset[at], offset[at + 1]), slice(starts[at], starts[at + 1])
+        yield Row(
+            row_id=row_id,
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            reward=rollout.reward,
+            calls=calls[16 * lines.start : 16 * lines.stop],
+            call_numbers=tuple(numbers[lines]),
+            token_ids=filled.token_ids[here],
+            loss_mask=filled.loss_mask[here],
+            logprobs=filled.logprobs[here],
+            version_spans=spans[edges[at] : edges[at + 1]],
+        )
+
+
+def _spans(chains: Chains) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """The policy spans of all rows, [S, 3] in each row's own places, and where each row's begin."""
+    spans, prompt_len = chains.piece.spans, chains.piece.ints("prompt_len")
+    first = np.searchsorted(spans.at, chains.call)
+    count = np.searchsorted(spans.at, chains.call, side="right") - first
+    begun = np.append(0, np.cumsum(count))
+    which = np.arange(begun[-1]) - np.repeat(begun[:-1] - first, count)
+    shift = np.repeat(prompt_len[chains.call], count)
+    placed = np.stack([spans.start[which] + shift, spans.end[which] + shift, spans.version[which]], axis=1)
+    return placed, begun[chains.start].tolist()
 
 
 def rows_digest(rows: Iterable[Row]) -> str:
@@ -112,11 +146,10 @@ def rows_digest(rows: Iterable[Row]) -> str:
     for row in rows:
         facts: JsonValue = {"group": row.group_id, "reward": row.reward, "call_numbers": [*row.call_numbers]}
         arrays = (row.token_ids, row.loss_mask, row.logprobs, row.policy_versions)
-        parts.append(_content_digest(row.rollout_id, row.call_ids, *arrays) + hashing.canonical_json(facts))
+        parts.append(_content_digest(row.rollout_id, row.calls, *arrays) + hashing.canonical_json(facts))
     return hashing.tagged_digest("rows", *parts).hex()
 
 
-def _content_digest(rollout_id: str, call_ids: Iterable[UUID], *arrays: npt.NDArray[np.generic]) -> bytes:
+def _content_digest(rollout_id: str, calls: bytes, *arrays: npt.NDArray[np.generic]) -> bytes:
     content = (array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays)
-    calls = b"".join(call_id.bytes for call_id in call_ids)
     return hashing.tagged_digest("row", rollout_id.encode(), calls, *content)

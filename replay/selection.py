@@ -1,6 +1,6 @@
-"""Which completed calls of a rollout count: named, versioned rules, and what each selected.
+"""Which completed calls count: named, versioned rules, and what each selected.
 
-Knows the narrow values of calls and the latest outcome; does not know tokens, chains or databases.
+Knows the narrow columns of calls and the latest outcome; does not know tokens, chains or databases.
 Law: a rule is a pure function of one rollout. A changed rule is a new version, and an old version keeps its meaning.
 
 Rules:
@@ -16,15 +16,19 @@ Both leave out calls whose role is excluded. Failed, refused, abandoned and pend
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
 
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import JsonValue
 
-from replay.call import Call, Rollout
 from replay.errors import UnknownRule
+from replay.piece import Flags, Piece, Rollout, flags
+from replay.queries import query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,69 +54,94 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected:
-    """What a selection made of one rollout."""
-
-    call_ids: frozenset[UUID]
-    left_out: Mapping[str, int]
-    """How many completed calls were not selected, by reason: `superseded`, `not_accepted`, `excluded_role`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NotSelectable:
-    """Why the rule cannot say what counts in this rollout."""
+    """Why the rule cannot say what counts in a rollout."""
 
     reason: str
     """`nothing_declared`, `accepted_unknown` or `accepted_ambiguous`."""
     detail: str
 
 
-def select(selection: Selection, rollout: Rollout) -> Selected | NotSelectable:
-    """Apply the selection to one rollout.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selected:
+    """What a selection made of a piece."""
 
-    >>> empty = Rollout(rollout_id="r", group_id=None, reward=None, accepted=None, calls=())
-    >>> select(Selection(rule="declared"), empty).reason
-    'nothing_declared'
-    """
-    reasons = _RULES[selection.rule, selection.version](rollout)
-    if isinstance(reasons, NotSelectable):
-        return reasons
-    for call in rollout.calls:
-        if call.role is not None and call.role in selection.excluded_roles:
-            reasons[call.call_id] = "excluded_role"
+    counts: Flags  # [N]
+    """Whether each call counts; none of a rollout that is not selectable does."""
+    left_out: Mapping[str, int]
+    """How many completed calls were not selected, by reason: `superseded`, `not_accepted`, `excluded_role`."""
+    not_selectable: Mapping[int, NotSelectable]
+    """By the place of the rollout in the piece."""
+
+
+def select(selection: Selection, piece: Piece) -> Selected:
+    """Apply the selection to each rollout of the piece."""
+    counts = np.ones(len(piece.calls), np.bool_)
+    reason, rule = _RULES[selection.rule, selection.version]
+    not_selectable = rule(piece, counts)
+    for place in not_selectable:
+        counts[piece.first[place] : piece.first[place + 1]] = False
+    answered = np.ones(len(counts), np.bool_)
+    answered[np.isin(piece.rollout, [*not_selectable])] = False
+    excluded = np.zeros(len(counts), np.bool_)
+    if selection.excluded_roles:
+        named = pc.is_in(piece.roles(), pa.array(sorted(selection.excluded_roles), pa.string()))
+        excluded = flags(named) & answered
+    left_out = {
+        "excluded_role": int(np.count_nonzero(excluded)),
+        reason: int(np.count_nonzero(~counts & ~excluded & answered)),
+    }
+    counts &= ~excluded
     return Selected(
-        call_ids=frozenset(call.call_id for call in rollout.calls if call.call_id not in reasons),
-        left_out=Counter(reasons.values()),
+        counts=counts,
+        left_out={name: count for name, count in left_out.items() if count},
+        not_selectable=not_selectable,
     )
 
 
-def _completed(rollout: Rollout) -> dict[UUID, str] | NotSelectable:
-    continued = {call.parent_id for call in rollout.calls}
-    latest: dict[tuple[UUID | None, bytes, int], Call] = {}
-    reasons: dict[UUID, str] = {}
-    for call in rollout.calls:
-        request = (call.parent_id, call.request_hash, call.choice)
-        earlier = latest.get(request)
-        if earlier is not None and earlier.call_id not in continued:
-            reasons[earlier.call_id] = "superseded"
-        latest[request] = call
-    return reasons
+def _completed(piece: Piece, counts: Flags) -> dict[int, NotSelectable]:
+    model_call = piece.calls.select(["call_id", "parent_id", "request_hash", "choice"])
+    for name, column in (
+        ("call", np.arange(len(counts))),
+        ("rollout", piece.rollout),
+        ("number", piece.number),
+    ):
+        model_call = model_call.append_column(name, pa.array(column))
+    with duckdb.connect(":memory:") as engine:
+        engine.register("model_call", model_call)
+        superseded = engine.sql(query("superseded")).to_arrow_table()
+    counts[superseded["call"].to_numpy()] = False
+    return {}
 
 
-def _declared(rollout: Rollout) -> dict[UUID, str] | NotSelectable:
+def _declared(piece: Piece, counts: Flags) -> dict[int, NotSelectable]:
+    refused: dict[int, NotSelectable] = {}
+    call_ids, response_ids = piece.column("call_id"), piece.column("response_id")
+    for place, rollout in enumerate(piece.rollouts):
+        low, high = piece.first[place], piece.first[place + 1]
+        names: dict[str, list[int]] = {}
+        for call in range(low, high):
+            names.setdefault(str(UUID(bytes=call_ids[call].as_py())), []).append(call)
+            if (response_id := response_ids[call].as_py()) is not None:
+                names.setdefault(response_id, []).append(call)
+        accepted = _accepted(rollout, names)
+        if isinstance(accepted, NotSelectable):
+            refused[place] = accepted
+        else:
+            counts[low:high] = False
+            counts[accepted] = True
+    return refused
+
+
+def _accepted(rollout: Rollout, names: Mapping[str, list[int]]) -> list[int] | NotSelectable:
     if rollout.accepted is None:
         return NotSelectable(
             reason="nothing_declared",
             detail="its latest outcome lists no accepted calls: post an outcome that does, or select by `completed`",
         )
-    named: dict[str, list[UUID]] = {}
-    for call in rollout.calls:
-        named.setdefault(str(call.call_id), []).append(call.call_id)
-        if call.response_id is not None:
-            named.setdefault(call.response_id, []).append(call.call_id)
-    accepted: set[UUID] = set()
+    accepted: list[int] = []
     for name in rollout.accepted:
-        calls = named.get(name, [])
+        calls = names.get(name, [])
         if not calls:
             return NotSelectable(
                 reason="accepted_unknown",
@@ -123,11 +152,14 @@ def _declared(rollout: Rollout) -> dict[UUID, str] | NotSelectable:
                 reason="accepted_ambiguous",
                 detail=f"its outcome accepts {name!r}, which names {len(calls)} calls: accept them by their call ids",
             )
-        accepted.update(calls)
-    return {call.call_id: "not_accepted" for call in rollout.calls if call.call_id not in accepted}
+        accepted += calls
+    return accepted
 
 
-_RULES: Mapping[tuple[str, int], Callable[[Rollout], dict[UUID, str] | NotSelectable]] = {
-    ("completed", 1): _completed,
-    ("declared", 1): _declared,
+_Rule = Callable[[Piece, Flags], dict[int, NotSelectable]]
+"""Takes from `counts` the calls that do not count; returns the rollouts that it cannot answer for."""
+_RULES: Mapping[tuple[str, int], tuple[str, _Rule]] = {
+    ("completed", 1): ("superseded", _completed),
+    ("declared", 1): ("not_accepted", _declared),
 }
+"""By name and version: why the rule leaves a call out, and the rule."""

@@ -1,167 +1,182 @@
-"""The log as replay reads it, from whichever database holds it, as of a position.
+"""The log as replay reads it, as of a position, in pieces of whole rollouts.
 
-Knows the tables and how to read them up to a position; does not know selection rules, chains or rows.
-Law: what is read is a function of the position and the events alone. Which database holds them, and in which order
-independent rollouts arrived, changes nothing: rollouts come in the order of their opening times and ids, the calls of a
-rollout in the order of its log.
+Knows which named queries say what, and how to read a part of the log cheaply; does not know drivers, selection rules or
+chains. Law: what is read is a function of the position and the events alone. Which database holds them, how it is cut
+into pieces and in which order independent rollouts arrived change nothing: rollouts come in the order of their opening
+times and ids, the calls of a rollout in the order of its log.
+
+Calls that lie close together in the log are read as one stretch of it, others one by one through an index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-from uuid import UUID
+from typing import Self
 
-from pydantic import TypeAdapter
-from sqlalchemy import Connection, Select, func, select
+import numpy as np
+import pyarrow as pa
+from pydantic import JsonValue, TypeAdapter
 
-from replay.call import Call, Payload, Rollout
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
-from store import codec
-from store.events import PolicySpan, logprob_array, token_array
-from store.schema import model_call, rollout, rollout_outcome
+from replay.piece import CALLS, Ints, Piece, Rollout
+from replay.reader import Reader
+from store import hashing
 
-_SPANS: TypeAdapter[tuple[PolicySpan, ...]] = TypeAdapter(tuple[PolicySpan, ...])
-_NARROW = (
-    model_call.c.call_id,
-    model_call.c.rollout_id,
-    model_call.c.parent_id,
-    model_call.c.root_id,
-    model_call.c.depth,
-    model_call.c.request_hash,
-    model_call.c.chain_hash,
-    model_call.c.hash_version,
-    model_call.c.prev_len,
-    model_call.c.prompt_len,
-    model_call.c.sampled_len,
-    model_call.c.policy_spans,
-    model_call.c.response_id,
-    model_call.c.choice,
-    model_call.c.hints,
-    model_call.c.media_count,
+_REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
+_EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
+_OPENINGS = pa.schema(
+    {
+        "rollout_id": pa.string(),
+        "group_id": pa.string(),
+        "task": pa.string(),
+        "harness": pa.string(),
+        "opened_at": pa.int64(),
+    }
 )
-_FETCH = 1000
-"""Calls that the driver holds at once."""
+_OUTCOMES = pa.schema(
+    {
+        "sequence": pa.int64(),
+        "rollout_id": pa.string(),
+        "reward": pa.float64(),
+        "accepted": pa.string(),
+        "output": pa.string(),
+    }
+)
+PAYLOADS = pa.schema({"sequence": pa.int64(), "codec": pa.int64(), "token_ids": pa.binary(), "logprobs": pa.binary()})
+"""The heavy columns of a completed call, as stored."""
+_DENSE = 4
+"""A stretch of the log is read whole when it holds at most so many calls for each wanted one."""
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How much of the log counts: the highest sequence of each kind of event that rows depend on.
+    """How much of the log counts: the highest sequence of each kind of event that rows or their choice depend on.
 
-    >>> str(Position(calls=60, outcomes=5, rollouts=5)), Position.parse("60.5.5").calls
-    ('60.5.5', 60)
+    >>> str(Position(calls=60, outcomes=5, rollouts=5, trained=0)), Position.parse("60.5.5.0").calls
+    ('60.5.5.0', 60)
     """
 
     calls: int
     outcomes: int
     rollouts: int
+    trained: int
 
     def __str__(self) -> str:
-        return f"{self.calls}.{self.outcomes}.{self.rollouts}"
+        return f"{self.calls}.{self.outcomes}.{self.rollouts}.{self.trained}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read what `str` wrote; raises BadPosition for anything else."""
         parts = text.split(".")
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
+        if len(parts) != 4 or not all(part.isascii() and part.isdigit() for part in parts):
             raise BadPosition(text)
-        calls, outcomes, rollouts = map(int, parts)
-        return cls(calls=calls, outcomes=outcomes, rollouts=rollouts)
+        calls, outcomes, rollouts, trained = map(int, parts)
+        return cls(calls=calls, outcomes=outcomes, rollouts=rollouts, trained=trained)
 
 
-def reached(connection: Connection) -> Position:
-    """The position of everything that this connection's snapshot sees."""
-    calls, outcomes, rollouts = (
-        connection.scalar(select(func.coalesce(func.max(table.c.sequence), 0))) or 0
-        for table in (model_call, rollout_outcome, rollout)
-    )
-    return Position(calls=calls, outcomes=outcomes, rollouts=rollouts)
+def reached(reader: Reader) -> Position:
+    """The position of everything that the reader's snapshot sees."""
+    (line,) = reader.table("reached", _REACHED).to_pylist()
+    return Position(**line)
 
 
-def require_reached(connection: Connection, position: Position) -> None:
+def require_reached(reader: Reader, position: Position) -> None:
     """Refuse a position that the log has not reached."""
-    now = reached(connection)
-    if position.calls > now.calls or position.outcomes > now.outcomes or position.rollouts > now.rollouts:
+    now = reached(reader)
+    if any(getattr(position, name) > getattr(now, name) for name in _REACHED.names):
         raise PositionAhead(asked=str(position), reached=str(now))
 
 
-def rollouts(connection: Connection, position: Position, only: Sequence[str] | None = None) -> list[Rollout]:
-    """The rollouts with their completed calls, without tokens.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contents:
+    """The rollouts to read, in their order, and where the calls of each lie in the log."""
+
+    rollouts: tuple[Rollout, ...]
+    calls: Ints  # [rollouts]
+    """How many completed calls each has."""
+    low: Ints  # [rollouts]
+    """Sequence of its first call; 0 when it has none."""
+    high: Ints  # [rollouts]
+
+
+def contents(reader: Reader, position: Position, only: Sequence[str] | None = None) -> Contents:
+    """The rollouts of the log as of the position.
 
     Args:
-        connection: to the log.
+        reader: of the log.
         position: what counts.
-        only: ids of the rollouts to read; None for all. Raises UnknownRollout for one that the log does not hold.
+        only: ids of the rollouts; None for all. Raises UnknownRollout for one that the log does not hold.
     """
-    calls: dict[str, list[Call]] = {}
-    narrow = select(*_NARROW).where(model_call.c.sequence <= position.calls).order_by(model_call.c.sequence)
-    for line in connection.execute(_of(narrow, model_call.c.rollout_id, only)).mappings().yield_per(_FETCH):
-        calls.setdefault(line["rollout_id"], []).append(_call(len(calls.get(line["rollout_id"], ())) + 1, **line))
-    opened = select(rollout.c.rollout_id, rollout.c.group_id, rollout.c.opened_at)
-    opened = _of(opened.where(rollout.c.sequence <= position.rollouts), rollout.c.rollout_id, only)
-    openings = {line.rollout_id: line for line in connection.execute(opened)}
-    scored = select(rollout_outcome.c.rollout_id, rollout_outcome.c.reward, rollout_outcome.c.accepted)
-    scored = scored.where(rollout_outcome.c.sequence <= position.outcomes).order_by(rollout_outcome.c.sequence)
-    outcomes = {line.rollout_id: line for line in connection.execute(_of(scored, rollout_outcome.c.rollout_id, only))}
-    known = openings.keys() | calls.keys()
+    parts = {name: int(getattr(position, name)) for name in _REACHED.names}
+
+    def ask(name: str, schema: pa.Schema, part: str) -> pa.Table:
+        if only is None:
+            return reader.table(name, schema, **{part: parts[part]})
+        listed = hashing.canonical_json([*dict.fromkeys(only)]).decode()
+        return reader.table(f"{name}_of", schema, only=listed, **{part: parts[part]})
+
+    extents = {line["rollout_id"]: line for line in ask("extents", _EXTENTS, "calls").to_pylist()}
+    openings = {line["rollout_id"]: line for line in ask("openings", _OPENINGS, "rollouts").to_pylist()}
+    scored = ask("outcomes", _OUTCOMES, "outcomes").sort_by("sequence")
+    outcomes = {line["rollout_id"]: line for line in scored.to_pylist()}
+    known: set[str] = openings.keys() | extents.keys()
     for rollout_id in only or ():
         if rollout_id not in known:
             raise UnknownRollout(rollout_id)
-    order = sorted(known, key=lambda each: (openings[each].opened_at if each in openings else 0, each))
-    return [
-        Rollout(
-            rollout_id=each,
-            group_id=openings[each].group_id if each in openings else None,
-            reward=outcomes[each].reward if each in outcomes else None,
-            accepted=_accepted(outcomes[each].accepted) if each in outcomes else None,
-            calls=tuple(calls.get(each, ())),
+    unopened = {"group_id": None, "task": None, "harness": None, "opened_at": 0}
+    unscored = {"reward": None, "accepted": None, "output": None}
+    rollouts: list[Rollout] = []
+    for each in known:
+        opening, outcome = openings.get(each, unopened), outcomes.get(each, unscored)
+        accepted, output = outcome["accepted"], outcome["output"]
+        rollouts.append(
+            Rollout(
+                rollout_id=each,
+                group_id=opening["group_id"],
+                task=opening["task"],
+                harness=opening["harness"],
+                opened_at=opening["opened_at"],
+                reward=outcome["reward"],
+                accepted=None if accepted is None else _NAMES.validate_json(accepted),
+                output=None if output is None else _JSON.validate_json(output),
+            )
         )
-        for each in order
-    ]
-
-
-def payloads(connection: Connection, rollout_ids: Sequence[str], wanted: Set[UUID]) -> dict[UUID, Payload]:
-    """Tokens and log-probabilities of the wanted calls of these rollouts, read in storage order."""
-    heavy = select(model_call.c.call_id, model_call.c.codec, model_call.c.token_ids, model_call.c.logprobs)
-    heavy = _of(heavy, model_call.c.rollout_id, rollout_ids).order_by(model_call.c.sequence)
-    return {
-        line.call_id: Payload(
-            token_ids=token_array(codec.unpack(line.codec, line.token_ids)), logprobs=logprob_array(line.logprobs)
-        )
-        for line in connection.execute(heavy).yield_per(_FETCH)
-        if line.call_id in wanted
-    }
-
-
-def batches(rollouts: Sequence[Rollout], *, tokens: int, rollouts_at_most: int = 500) -> Iterator[list[Rollout]]:
-    """Cut rollouts into runs whose calls hold about so many tokens, so that payloads are read a piece at a time."""
-    batch: list[Rollout] = []
-    held = 0
-    for each in rollouts:
-        size = sum(call.delta_len for call in each.calls)
-        if batch and (held + size > tokens or len(batch) == rollouts_at_most):
-            yield batch
-            batch, held = [], 0
-        batch.append(each)
-        held += size
-    if batch:
-        yield batch
-
-
-def _of(statement: Select[*tuple[Any, ...]], column: Any, only: Sequence[str] | None) -> Select[*tuple[Any, ...]]:
-    return statement if only is None else statement.where(column.in_(only))
-
-
-def _call(number: int, *, policy_spans: object, hints: dict[str, object], **columns: Any) -> Call:
-    role = hints.get("role")
-    return Call(
-        number=number,
-        policy_spans=_SPANS.validate_python(policy_spans),
-        role=role if isinstance(role, str) else None,
-        **columns,
+    rollouts.sort(key=lambda each: (each.opened_at, each.rollout_id))
+    nowhere = {"calls": 0, "low": 0, "high": 0}
+    found = [extents.get(each.rollout_id, nowhere) for each in rollouts]
+    return Contents(
+        rollouts=tuple(rollouts),
+        **{name: np.array([line[name] for line in found], np.int64) for name in nowhere},
     )
 
 
-def _accepted(listed: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if listed is None else tuple(listed)
+def pieces(reader: Reader, found: Contents, position: Position, *, calls: int) -> Iterator[Piece]:
+    """The rollouts with their completed calls, in pieces of about so many calls."""
+    begun = np.cumsum(found.calls) - found.calls
+    ends = np.flatnonzero(np.diff(begun // calls)) + 1
+    for part in np.split(np.arange(len(found.rollouts)), ends):
+        rollouts = [found.rollouts[place] for place in part]
+        wanted = part[found.calls[part] > 0]
+        if not len(wanted):
+            yield Piece.of(rollouts, CALLS.empty_table())
+            continue
+        low, high = int(found.low[wanted].min()), int(found.high[wanted].max())
+        if high - low < _DENSE * int(found.calls[wanted].sum()):
+            table = reader.table("calls_between", CALLS, low=low, high=high)
+        else:
+            listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
+            table = reader.table("calls_of", CALLS, only=listed, calls=position.calls)
+        yield Piece.of(rollouts, table)
+
+
+def payloads(reader: Reader, sequences: Ints) -> Iterator[pa.RecordBatch]:
+    """The heavy columns of the completed calls at these ascending sequences, and of others that lie among them."""
+    if not len(sequences):
+        return iter(())
+    low, high = int(sequences[0]), int(sequences[-1])
+    if high - low < _DENSE * len(sequences):
+        return reader.read("payloads_between", PAYLOADS, low=low, high=high)
+    return reader.read("payloads_at", PAYLOADS, only=hashing.canonical_json(sequences.tolist()).decode())

@@ -6,45 +6,51 @@ Law: a path is placed by the position that the query computes, never by the orde
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from itertools import pairwise
-from uuid import UUID
+from dataclasses import dataclass
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
-from replay.call import Rollout
-from replay.chain import Path
+from replay.piece import Flags, Ints, Piece
 from replay.queries import query
 
-_ID = pa.binary(16)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paths:
+    """Paths of calls, topmost first, end to end: path p has the lines `start[p]` to `start[p + 1]`.
+
+    There is one for each selected call that no selected call continues, up to where its parent links end, in the order
+    of (topmost call, last call).
+    """
+
+    call: Ints  # [L]
+    start: Ints  # [P + 1]
+
+    @property
+    def tip(self) -> Ints:
+        """[P] the last call of each path."""
+        return self.call[self.start[1:] - 1]
+
+    @property
+    def top(self) -> Ints:
+        """[P] the topmost call of each path."""
+        return self.call[self.start[:-1]]
 
 
-def paths(rollouts: Sequence[Rollout], selected: Set[UUID]) -> dict[str, list[Path]]:
-    """By rollout id, one path for each selected call that no selected call continues."""
-    calls = [call for rollout in rollouts for call in rollout.calls]
-    numbers = range(len(calls))
-    model_call = pa.table(
-        {
-            "call": pa.array(numbers, pa.int32()),
-            "rollout": pa.array([place for place, rollout in enumerate(rollouts) for _ in rollout.calls], pa.int32()),
-            "call_id": pa.array([call.call_id.bytes for call in calls], _ID),
-            "parent_id": pa.array([call.parent_id and call.parent_id.bytes for call in calls], _ID),
-        }
-    )
-    counted = pa.table({"call": pa.array([n for n in numbers if calls[n].call_id in selected], pa.int32())})
+def paths(piece: Piece, counts: Flags) -> Paths:
+    """The paths over the calls that count."""
+    model_call = piece.calls.select(["call_id", "parent_id"])
+    model_call = model_call.append_column("call", pa.array(np.arange(len(counts))))
+    model_call = model_call.append_column("rollout", pa.array(piece.rollout))
+    longest = int(np.diff(piece.first).max(initial=0))  # ends a walk in a circle
     with duckdb.connect(":memory:") as engine:
         engine.register("model_call", model_call)
-        engine.register("selected", counted)
-        longest = max((len(rollout.calls) for rollout in rollouts), default=0)  # ends a walk in a circle
+        engine.register("selected", pa.table({"call": pa.array(np.flatnonzero(counts))}))
         lines = engine.sql(query("chain"), params={"max_depth": longest}).to_arrow_table()
     tip, position, call = (lines[name].to_numpy() for name in ("tip", "position", "call"))
-    order = np.lexsort((position, tip))
-    starts = np.flatnonzero(position[order] == 0).tolist()
-    found: dict[str, list[Path]] = {}
-    placed = call[order].tolist()
-    for start, end in pairwise([*starts, len(placed)]):
-        path = [calls[index] for index in placed[start:end]]
-        found.setdefault(path[-1].rollout_id, []).append(path)
-    return found
+    top = np.zeros(len(counts), np.int64)
+    top[tip[position == 0]] = call[position == 0]
+    order = np.lexsort((position, tip, top[tip]))
+    start = np.flatnonzero(position[order] == 0)
+    return Paths(call=call[order], start=np.append(start, len(call)))

@@ -37,10 +37,10 @@ def pack(raw: bytes) -> Packed:
     return Packed(codec=ZSTD, data=zstandard.ZstdCompressor(level=1).compress(raw))
 
 
-def unpack(codec: int, data: bytes) -> bytes:
+def unpack(codec: int, data: bytes | memoryview) -> bytes:
     """The bytes again. Raises UnknownCodec for a number of a later release, DamagedArray for bytes of no frame."""
     if codec == RAW:
-        return data
+        return bytes(data)
     if codec == ZSTD:
         try:
             return bytes(zstandard.ZstdDecompressor().decompress(data))

@@ -33,7 +33,7 @@ def canonical_json(value: JsonValue) -> bytes:
     return _CANONICAL.encode(value).encode()
 
 
-def tagged_digest(domain: str, *parts: bytes) -> bytes:
+def tagged_digest(domain: str, *parts: bytes | memoryview) -> bytes:
     """SHA-256 over `turnlog/<domain>/v<HASH_VERSION>` and the length-framed parts; 32 bytes."""
     state = hashlib.sha256(f"turnlog/{domain}/v{HASH_VERSION}".encode() + b"\0")
     for part in parts:
@@ -80,7 +80,7 @@ def summary_hash(request: bytes, answer: bytes) -> bytes:
     return tagged_digest("summary", request, answer)
 
 
-def chain_hash(parent: bytes | None, delta_token_ids: bytes) -> bytes:
+def chain_hash(parent: bytes | None, delta_token_ids: bytes | memoryview) -> bytes:
     """Digest of a call's delta tokens (int32 little-endian) on top of its parent's chain hash; None for a root."""
     return tagged_digest("chain", b"" if parent is None else parent, delta_token_ids)
 

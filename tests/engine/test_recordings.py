@@ -12,14 +12,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from engine.dialects import chat
 from engine.dialects.routes import dialect_at
 from engine.explain import Explained, Recording
 from engine.items import traces
-from replay.call import Call, Rollout
-from replay.selection import Selected, Selection, select
+from replay.piece import CALLS, Piece, Rollout
+from replay.selection import Selection, select
 from store.events import ReasoningPolicy
 
 RECORDINGS = Path(__file__).parents[2] / "../shared/recordings"
@@ -176,34 +177,23 @@ def test_a_continuation_begins_with_its_parents_whole_request(name: str) -> None
 def test_the_rows_are_those_that_the_selection_rule_gives(name: str) -> None:
     recording, _ = decided(name, "restore")
     rows = recording.rows()
-    calls = [
-        Call(
-            number=number,
-            call_id=call.known.call_id,
-            rollout_id=name,
-            parent_id=call.known.parent_id,
-            root_id=call.known.root_id,
-            depth=call.known.depth,
-            request_hash=call.request_hash,
-            chain_hash=b"",
-            hash_version=1,
-            prev_len=0,
-            prompt_len=0,
-            sampled_len=0,
-            policy_spans=(),
-            response_id=None,
-            choice=call.choice,
-            role=None,
-            media_count=0,
-        )
+    nothing = dict.fromkeys(("group_id", "task", "harness", "reward", "accepted", "output"))
+    lines = [
+        {
+            "sequence": number,
+            "rollout_id": name,
+            "call_id": call.known.call_id.bytes,
+            "parent_id": call.known.parent_id and call.known.parent_id.bytes,
+            "request_hash": call.request_hash,
+            "choice": call.choice,
+        }
         for number, call in enumerate(recording._calls.values(), start=1)
     ]
-    rollout = Rollout(rollout_id=name, group_id=None, reward=None, accepted=None, calls=tuple(calls))
-    selected = select(Selection(), rollout)
-    assert isinstance(selected, Selected)
+    piece = Piece.of([Rollout(rollout_id=name, opened_at=0, **nothing)], pa.Table.from_pylist(lines, CALLS))
+    counts = select(Selection(), piece).counts.tolist()
     trained = [seq for row in rows for seq in row.trained]
     assert sorted(trained) == sorted(
-        call.known.sequence for call in recording._calls.values() if call.known.call_id in selected.call_ids
+        call.known.sequence for call, counted in zip(recording._calls.values(), counts, strict=True) if counted
     )
     assert len(set(trained)) == len(trained)
     for row in rows:

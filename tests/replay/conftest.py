@@ -5,21 +5,63 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
-from uuid import UUID
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from sqlalchemy import Engine
 
-from replay.call import Call, Payload, Rollout
-from store import log, migrate
+from replay.piece import CALLS, Piece, Rollout
+from replay.source import PAYLOADS
+from store import codec, hashing, log, migrate
 from store.database import open_database, write
-from store.events import CallCompleted, Event, logprob_array, token_array
+from store.events import CallCompleted, Event, PolicySpan
 
 # Programs: they replace parts of torch and want processes of their own.
 collect_ignore = ["megatron_checks.py", "parallel_checks.py"]
 
-Recorded = tuple[Rollout, dict[UUID, Payload]]
+
+@dataclass(frozen=True)
+class Recorded:
+    """Completed calls as replay would read them, without a database, to tamper with. Calls are named by their place."""
+
+    piece: Piece
+    payloads: pa.RecordBatch
+
+    def facts(self, **changes: Any) -> Recorded:
+        """Other facts of its first rollout."""
+        first, *rest = self.piece.rollouts
+        return replace(self, piece=Piece(rollouts=(replace(first, **changes), *rest), calls=self.piece.calls))
+
+    def tampered(self, call: int, **columns: Any) -> Recorded:
+        """Other values in the narrow columns of one call."""
+        lines = self.piece.calls.to_pylist()
+        lines[call] |= columns
+        return replace(self, piece=Piece(rollouts=self.piece.rollouts, calls=pa.Table.from_pylist(lines, CALLS)))
+
+    def damaged(self, call: int, **columns: Any) -> Recorded:
+        """Other stored arrays of one call."""
+        lines = self.payloads.to_pylist()
+        lines[call] |= columns
+        return replace(self, payloads=pa.RecordBatch.from_pylist(lines, PAYLOADS))
+
+    def without(self, call: int) -> Recorded:
+        """As if the log did not hold a call."""
+        kept = pa.array([place for place in range(len(self.piece.calls)) if place != call])
+        calls = self.piece.calls.take(kept)
+        return replace(self, piece=Piece(rollouts=self.piece.rollouts, calls=calls), payloads=self.payloads.take(kept))
+
+    def id_of(self, call: int) -> bytes:
+        """The id of one call."""
+        found: bytes = self.piece.column("call_id")[call].as_py()
+        return found
+
+
+def all_but(recorded: Recorded, *calls: int) -> Any:
+    """Flags of the calls of a piece, false for those named."""
+    return ~np.isin(np.arange(len(recorded.piece.calls)), calls)
 
 
 @pytest.fixture(scope="session")
@@ -35,24 +77,15 @@ def remember() -> Callable[[Engine, Iterable[Event]], None]:
 
 @pytest.fixture(scope="session")
 def recorded() -> Callable[..., Recorded]:
-    """Completed calls as replay would read them, without a database: a rollout and its payloads, to tamper with."""
+    """Completed calls, in the order of the log, as replay would read them: see `Recorded`."""
 
     def record(calls: Sequence[CallCompleted], **facts: Any) -> Recorded:
-        rollout = Rollout(
-            **{
-                "rollout_id": calls[0].rollout_id,
-                "group_id": None,
-                "reward": None,
-                "accepted": None,
-                "calls": tuple(_call(number, call) for number, call in enumerate(calls, 1)),
-                **facts,
-            }
-        )
-        payloads = {
-            call.call_id: Payload(token_ids=token_array(call.token_ids), logprobs=logprob_array(call.logprobs))
-            for call in calls
-        }
-        return rollout, payloads
+        nothing: dict[str, Any] = dict.fromkeys(("group_id", "task", "harness", "reward", "accepted", "output"))
+        names = dict.fromkeys(call.rollout_id for call in calls)
+        rollouts = [Rollout(**{"rollout_id": name, "opened_at": 0, **nothing, **facts}) for name in names]
+        narrow = pa.Table.from_pylist([_narrow(place, call) for place, call in enumerate(calls, 1)], CALLS)
+        heavy = [_heavy(place, call) for place, call in enumerate(calls, 1)]
+        return Recorded(piece=Piece.of(rollouts, narrow), payloads=pa.RecordBatch.from_pylist(heavy, PAYLOADS))
 
     return record
 
@@ -99,24 +132,25 @@ def fresh_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
     return fresh
 
 
-def _call(number: int, call: CallCompleted) -> Call:
-    role = call.hints.get("role")
-    return Call(
-        number=number,
-        call_id=call.call_id,
-        rollout_id=call.rollout_id,
-        parent_id=call.parent_id,
-        root_id=call.root_id,
-        depth=call.depth,
-        request_hash=call.request_hash,
-        chain_hash=call.chain_hash,
-        hash_version=call.hash_version,
-        prev_len=call.prev_len,
-        prompt_len=call.prompt_len,
-        sampled_len=call.sampled_len,
-        policy_spans=call.policy_spans,
-        response_id=call.response_id,
-        choice=call.choice,
-        role=role if isinstance(role, str) else None,
-        media_count=call.media_count,
-    )
+def spans_text(spans: Iterable[PolicySpan]) -> str:
+    """Policy spans as the log stores them."""
+    return hashing.canonical_json([span.model_dump() for span in spans]).decode()
+
+
+def _narrow(sequence: int, call: CallCompleted) -> dict[str, Any]:
+    """The call's narrow columns, as the log would give them."""
+    fields = {name: getattr(call, name) for name in CALLS.names if hasattr(call, name)}
+    ids = {name: value and value.bytes for name, value in fields.items() if name in ("call_id", "parent_id", "root_id")}
+    return {
+        **fields,
+        **ids,
+        "sequence": sequence,
+        "digest": call.digest(),
+        "policy_spans": spans_text(call.policy_spans),
+        "hints": hashing.canonical_json(call.hints).decode(),
+    }
+
+
+def _heavy(sequence: int, call: CallCompleted) -> dict[str, Any]:
+    packed = codec.pack(call.token_ids)
+    return {"sequence": sequence, "codec": packed.codec, "token_ids": packed.data, "logprobs": call.logprobs}

@@ -1,6 +1,6 @@
 """Each reason of refusal, by tampering with what was read: the log itself refuses to hold most of this."""
 
-import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 from uuid import UUID
@@ -9,154 +9,130 @@ import numpy as np
 import pytest
 
 from replay import walk
-from replay.call import Call, Payload, Rollout
-from replay.chain import Chain, Refusal, Refusals, check
-from store.events import PolicySpan
-
-Branched = tuple[Rollout, dict[UUID, Payload]]
+from replay.chain import Chains, Refusal, Refusals, check
+from store.hashing import canonical_json
 
 
-def checked(
-    rollout: Rollout, payloads: dict[UUID, Payload], without: tuple[int, ...] = ()
-) -> tuple[Chain, ...] | Refusal:
-    """Walk and check, with every call selected but those numbered."""
-    selected = {call.call_id for call in rollout.calls if call.number not in without}
-    return check(rollout, selected, walk.paths([rollout], selected).get(rollout.rollout_id, []), payloads)
+def checked(recorded: Any, without: tuple[int, ...] = ()) -> tuple[Chains, list[Refusal]]:
+    """Walk and check, with every call selected but those named."""
+    counts = ~np.isin(np.arange(len(recorded.piece.calls)), without)
+    return check(recorded.piece, counts, walk.paths(recorded.piece, counts))
 
 
-def tampered(rollout: Rollout, number: int, **changes: Any) -> Rollout:
-    calls = list(rollout.calls)
-    calls[number - 1] = dataclasses.replace(calls[number - 1], **changes)
-    return dataclasses.replace(rollout, calls=tuple(calls))
+def numbered(chains: Chains) -> list[list[int]]:
+    edges = chains.start.tolist()
+    numbers = chains.piece.number[chains.call].tolist()
+    return [numbers[low:high] for low, high in itertools.pairwise(edges)]
 
 
-def reason(answer: tuple[Chain, ...] | Refusal) -> tuple[str, int]:
-    assert isinstance(answer, Refusal)
-    number = answer.detail.split()[1]
-    assert str(answer.call_id) in answer.detail
-    return answer.reason, int(number)
+def reason(answer: tuple[Chains, list[Refusal]]) -> tuple[str, int]:
+    chains, (refusal,) = answer
+    assert len(chains.call) == 0
+    number = refusal.detail.split()[1]
+    assert str(refusal.call_id) in refusal.detail
+    return refusal.reason, int(number)
 
 
 @pytest.fixture
-def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[..., Any]) -> Branched:
-    """Call 1, continued by 2 and by 3; 3 continued by 4."""
-    rollout, payloads = recorded(grow(chain_maker, [None, 0, 0, 2]))
-    return rollout, payloads
+def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[..., Any]) -> Any:
+    """Call 1, continued by 2 and by 3; 3 continued by 4. Their places are 0 to 3."""
+    return recorded(grow(chain_maker, [None, 0, 0, 2]))
 
 
-def test_a_shared_call_trains_in_the_first_chain(branched: Branched) -> None:
-    chains = checked(*branched)
-    assert not isinstance(chains, Refusal)
-    assert [[call.number for call in chain.calls] for chain in chains] == [[1, 2], [1, 3, 4]]
-    assert [chain.trained for chain in chains] == [(True, True), (False, True, True)]
+def test_a_shared_call_trains_in_the_first_chain(branched: Any) -> None:
+    chains, refused = checked(branched)
+    assert refused == []
+    assert numbered(chains) == [[1, 2], [1, 3, 4]]
+    assert chains.carried.tolist() == [0, 1]
+    assert chains.trains.tolist() == [True, True, False, True, True]
 
 
-def test_a_parent_that_is_not_selected_refuses(branched: Branched) -> None:
-    assert reason(checked(*branched, without=(3,))) == ("parent_not_selected", 3)
+def test_a_parent_that_is_not_selected_refuses(branched: Any) -> None:
+    assert reason(checked(branched, without=(2,))) == ("parent_not_selected", 3)
 
 
-def test_a_parent_that_is_missing_refuses(branched: Branched) -> None:
-    rollout, payloads = branched
-    assert reason(checked(dataclasses.replace(rollout, calls=rollout.calls[1:]), payloads)) == ("parent_missing", 2)
+def test_a_parent_that_is_missing_refuses(branched: Any) -> None:
+    assert reason(checked(branched.without(0))) == ("parent_missing", 1)
 
 
-def test_a_parent_in_another_rollout_is_missing(
-    branched: Branched, grow: Any, make_chain_maker: Any, recorded: Any
-) -> None:
-    rollout, payloads = branched
-    other, other_payloads = recorded(grow(make_chain_maker(1), [None], rollout_id="r2"))
-    rollout = tampered(rollout, 2, parent_id=other.calls[0].call_id)
-    selected = {call.call_id for each in (rollout, other) for call in each.calls}
-    paths = walk.paths([rollout, other], selected)
-    answer = check(rollout, selected, paths["r1"], payloads | other_payloads)
-    assert reason(answer) == ("parent_missing", 2)
+def test_a_parent_in_another_rollout_is_missing(branched: Any, grow: Any, make_chain_maker: Any, recorded: Any) -> None:
+    both = recorded(
+        [
+            *grow(make_chain_maker(0), [None, 0], rollout_id="r1"),
+            *grow(make_chain_maker(1), [None], rollout_id="r2"),
+        ]
+    )
+    chains, (refusal,) = checked(both.tampered(1, parent_id=both.id_of(2)))
+    assert (refusal.rollout_id, refusal.reason) == ("r1", "parent_missing")
+    assert chains.rollout.tolist() == [1], "the other rollout goes on"
 
 
-def test_links_in_a_circle_refuse(branched: Branched) -> None:
-    rollout, payloads = branched
-    circle = tampered(rollout, 1, parent_id=rollout.calls[3].call_id)
-    assert checked(circle, payloads).reason == "parent_cycle"
-    closed = dataclasses.replace(rollout, calls=(rollout.calls[0], *circle.calls[2:]))
-    closed = tampered(closed, 2, parent_id=closed.calls[2].call_id)
-    assert reason(checked(closed, payloads)) == ("parent_cycle", 3)
+def test_links_in_a_circle_refuse(branched: Any) -> None:
+    circle = branched.tampered(0, parent_id=branched.id_of(3))
+    _, (refusal,) = checked(circle)
+    assert refusal.reason == "parent_cycle"
+    closed = branched.tampered(2, parent_id=branched.id_of(3))
+    assert reason(checked(closed)) == ("parent_cycle", 3)
 
 
-@pytest.mark.parametrize("changes", [{"depth": 2}, {"root_id": UUID(int=1)}])
-def test_a_depth_or_root_that_the_links_deny_refuses(branched: Branched, changes: dict[str, Any]) -> None:
-    rollout, payloads = branched
-    assert reason(checked(tampered(rollout, 3, **changes), payloads)) == ("root_mismatch", 3)
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"depth": 2}, "it says depth 2 of root {root}, its links say depth 1 of {root}"),
+        ({"root_id": bytes(16)}, f"it says depth 1 of root {UUID(int=0)}, its links say depth 1 of {{root}}"),
+    ],
+)
+def test_a_depth_or_root_that_the_links_deny_refuses(branched: Any, changes: dict[str, Any], detail: str) -> None:
+    answer = checked(branched.tampered(2, **changes))
+    assert reason(answer) == ("root_mismatch", 3)
+    assert answer[1][0].detail.endswith(detail.format(root=UUID(bytes=branched.id_of(0))))
 
 
 @pytest.mark.parametrize("change", [{"prev_len": 1}, {"prompt_len": 1}])
-def test_a_prefix_of_the_wrong_length_refuses(branched: Branched, change: dict[str, int]) -> None:
-    rollout, payloads = branched
-    assert reason(checked(tampered(rollout, 3, **change), payloads)) == ("length_mismatch", 3)
+def test_a_prefix_of_the_wrong_length_refuses(branched: Any, change: dict[str, int]) -> None:
+    assert reason(checked(branched.tampered(2, **change))) == ("length_mismatch", 3)
 
 
 def test_a_root_without_a_prompt_refuses(grow: Any, chain_maker: Any, recorded: Any) -> None:
-    rollout, payloads = recorded(grow(chain_maker, [None], lengths=[(0, 4)]))
-    assert reason(checked(rollout, payloads)) == ("empty_prompt", 1)
+    assert reason(checked(recorded(grow(chain_maker, [None], lengths=[(0, 4)])))) == ("empty_prompt", 1)
 
 
-def test_media_that_the_log_does_not_hold_refuse(branched: Branched) -> None:
-    rollout, payloads = branched
-    assert reason(checked(tampered(rollout, 4, media_count=1), payloads)) == ("media_not_captured", 4)
-
-
-def damage(payloads: dict[UUID, Payload], call: Call, **arrays: Any) -> dict[UUID, Payload]:
-    return {**payloads, call.call_id: dataclasses.replace(payloads[call.call_id], **arrays)}
-
-
-def test_one_changed_token_refuses(branched: Branched) -> None:
-    rollout, payloads = branched
-    tokens = payloads[rollout.calls[2].call_id].token_ids.copy()
-    tokens[-1] += 1
-    assert reason(checked(rollout, damage(payloads, rollout.calls[2], token_ids=tokens))) == ("chain_hash_mismatch", 3)
-
-
-def test_a_changed_chain_hash_refuses(branched: Branched) -> None:
-    rollout, payloads = branched
-    assert reason(checked(tampered(rollout, 1, chain_hash=bytes(32)), payloads)) == ("chain_hash_mismatch", 1)
-
-
-def test_arrays_of_the_wrong_length_refuse(branched: Branched) -> None:
-    rollout, payloads = branched
-    second = rollout.calls[1]
-    short = payloads[second.call_id].logprobs[:-1]
-    assert reason(checked(rollout, damage(payloads, second, logprobs=short))) == ("length_mismatch", 2)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_logprob_that_is_not_finite_refuses(branched: Branched, value: float) -> None:
-    rollout, payloads = branched
-    logprobs = payloads[rollout.calls[3].call_id].logprobs.copy()
-    logprobs[1] = value
-    assert reason(checked(rollout, damage(payloads, rollout.calls[3], logprobs=logprobs))) == ("logprob_not_finite", 4)
+def test_media_that_the_log_does_not_hold_refuse(branched: Any) -> None:
+    assert reason(checked(branched.tampered(3, media_count=1))) == ("media_not_captured", 4)
 
 
 @pytest.mark.parametrize(
     "spans",
-    [(), ((0, 3),), ((0, 2), (3, 4)), ((0, 3), (2, 4))],
-    ids=["none", "short", "hole", "overlap"],
+    [(), ((0, 3),), ((0, 2), (3, 4)), ((0, 3), (2, 4)), ((1, 4),), ((0, 5),)],
+    ids=["none", "short", "hole", "overlap", "late", "long"],
 )
-def test_policy_spans_that_do_not_cover_refuse(branched: Branched, spans: tuple[tuple[int, int], ...]) -> None:
-    rollout, payloads = branched
-    assert rollout.calls[1].sampled_len == 4
-    changed = tuple(PolicySpan(start=start, end=end, policy_version=1) for start, end in spans)
-    assert reason(checked(tampered(rollout, 2, policy_spans=changed), payloads)) == ("policy_spans", 2)
+def test_policy_spans_that_do_not_cover_refuse(branched: Any, spans: tuple[tuple[int, int], ...]) -> None:
+    assert branched.piece.ints("sampled_len")[1] == 4
+    changed = [{"start": start, "end": end, "policy_version": 1} for start, end in spans]
+    answer = checked(branched.tampered(1, policy_spans=canonical_json(changed).decode()))
+    assert reason(answer) == ("policy_spans", 2)
 
 
-def test_hashes_of_another_version_refuse(branched: Branched) -> None:
-    rollout, payloads = branched
-    assert reason(checked(tampered(rollout, 1, hash_version=99), payloads)) == ("hash_version", 1)
+def test_hashes_of_another_version_refuse(branched: Any) -> None:
+    assert reason(checked(branched.tampered(0, hash_version=99))) == ("hash_version", 1)
 
 
 def test_a_chain_that_trains_nothing_refuses(grow: Any, chain_maker: Any, recorded: Any) -> None:
     lengths = [(5, 3), (4, 2), (4, 0)]
-    rollout, payloads = recorded(grow(chain_maker, [None, 0, 0], lengths=lengths))
-    assert reason(checked(rollout, payloads)) == ("nothing_trained", 3)
-    linear, payloads = recorded(grow(chain_maker, [None, 0, 1], lengths=lengths))
-    assert not isinstance(checked(linear, payloads), Refusal)
+    assert reason(checked(recorded(grow(chain_maker, [None, 0, 0], lengths=lengths)))) == ("nothing_trained", 3)
+    chains, refused = checked(recorded(grow(chain_maker, [None, 0, 1], lengths=lengths)))
+    assert (numbered(chains), refused) == ([[1, 2, 3]], [])
+
+
+def test_the_first_of_several_faults_is_told_and_other_rollouts_go_on(
+    grow: Any, make_chain_maker: Any, recorded: Any
+) -> None:
+    calls = [call for n in range(3) for call in grow(make_chain_maker(n), [None, 0, None], rollout_id=f"r{n}")]
+    both = recorded(calls).tampered(4, depth=5).tampered(5, media_count=1)
+    chains, (refusal,) = checked(both)
+    assert (refusal.rollout_id, refusal.reason, refusal.call_id) == ("r1", "root_mismatch", calls[4].call_id)
+    assert numbered(chains) == [[1, 2], [3], [1, 2], [3]]
+    assert chains.rollout.tolist() == [0, 0, 2, 2]
 
 
 def test_refusals_are_counted_by_reason() -> None:

@@ -20,12 +20,12 @@ def row(name: str, length: int) -> Row:
         rollout_id=f"rollout-{name}",
         group_id=None,
         reward=None,
-        call_ids=(UUID(int=1),),
+        calls=UUID(int=1).bytes,
         call_numbers=(1,),
         token_ids=source.integers(0, 100, length).astype(np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -source.random(length), 0).astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int64),
+        version_spans=np.array([[0, length, 0]]),
     )
 
 

@@ -5,16 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay import row, walk
-from replay.chain import Refusal, check
-from replay.row import Row, rows_digest
+from replay import walk
+from replay.chain import check
+from replay.fill import fill
+from replay.row import Row, rows, rows_digest
+from store.events import logprob_array
 
 
-def rows_of(rollout: Any, payloads: Any) -> list[Row]:
-    selected = {call.call_id for call in rollout.calls}
-    chains = check(rollout, selected, walk.paths([rollout], selected)[rollout.rollout_id], payloads)
-    assert not isinstance(chains, Refusal), chains
-    return row.build(rollout, chains, payloads)
+def rows_of(recorded: Any) -> list[Row]:
+    counts = np.ones(len(recorded.piece.calls), np.bool_)
+    chains, refused = check(recorded.piece, counts, walk.paths(recorded.piece, counts))
+    filled = fill(chains, [recorded.payloads])
+    assert (refused, filled.refused) == ([], ())
+    return [*rows(filled)]
 
 
 @pytest.mark.parametrize(
@@ -39,12 +42,12 @@ def test_a_forest_gives_one_row_per_tip_and_trains_each_sampled_token_once(
     recorded: Callable[..., Any],
 ) -> None:
     calls = grow(chain_maker, parents)
-    rows = rows_of(*recorded(calls))
-    assert [each.call_numbers for each in rows] == expected
-    assert sum(each.trained for each in rows) == sum(call.sampled_len for call in calls)
+    found = rows_of(recorded(calls))
+    assert [each.call_numbers for each in found] == expected
+    assert sum(each.trained for each in found) == sum(call.sampled_len for call in calls)
     trained = [
         (number, position - calls[number - 1].prompt_len)
-        for each in rows
+        for each in found
         for number in each.call_numbers
         for position in range(calls[number - 1].prompt_len, calls[number - 1].chain_len)
         if each.loss_mask[position]
@@ -54,12 +57,11 @@ def test_a_forest_gives_one_row_per_tip_and_trains_each_sampled_token_once(
 
 def test_a_row_is_the_deltas_end_to_end(grow: Any, chain_maker: Any, recorded: Any) -> None:
     root, child = grow(chain_maker, [None, 0], lengths=[(2, 2), (3, 4)])
-    rollout, payloads = recorded([root, child])
-    (built,) = rows_of(rollout, payloads)
-    first, second = payloads[root.call_id], payloads[child.call_id]
+    (built,) = rows_of(recorded([root, child]))
+    first, second = (logprob_array(call.logprobs) for call in (root, child))
     assert built.token_ids.tobytes() == root.token_ids + child.token_ids
     assert built.loss_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True] * 4
-    assert built.logprobs.tolist() == [0, 0, *first.logprobs.tolist(), 0, 0, 0, *second.logprobs.tolist()]
+    assert built.logprobs.tolist() == [0, 0, *first.tolist(), 0, 0, 0, *second.tolist()]
     assert built.policy_versions.tolist() == [-1, -1, 1, 2, -1, -1, -1, 1, 1, 2, 2]
     assert (built.tip, built.length, built.trained, built.policy_range) == (child.call_id, 11, 6, (1, 2))
     assert [built.token_ids.dtype, built.loss_mask.dtype, built.logprobs.dtype, built.policy_versions.dtype] == [
@@ -73,35 +75,35 @@ def test_a_row_is_the_deltas_end_to_end(grow: Any, chain_maker: Any, recorded: A
 def test_a_shared_call_keeps_its_logprobs_in_the_row_where_it_does_not_train(
     grow: Any, chain_maker: Any, recorded: Any
 ) -> None:
-    first, second = rows_of(*recorded(grow(chain_maker, [None, 0, 0], lengths=[(2, 2), (1, 1), (1, 1)])))
+    first, second = rows_of(recorded(grow(chain_maker, [None, 0, 0], lengths=[(2, 2), (1, 1), (1, 1)])))
     assert first.loss_mask.tolist() == [False, False, True, True, False, True]
     assert second.loss_mask.tolist() == [False, False, False, False, False, True]
     assert second.logprobs[:4].tolist() == first.logprobs[:4].tolist()
     assert second.policy_versions[:4].tolist() == [-1, -1, 1, 2]
 
 
-def test_the_row_id_follows_the_content_and_not_the_reward(grow: Any, chain_maker: Any, recorded: Any) -> None:
+def test_the_row_id_follows_the_calls_and_not_the_reward(grow: Any, chain_maker: Any, recorded: Any) -> None:
     calls = grow(chain_maker, [None, 0])
-    (before,) = rows_of(*recorded(calls))
-    (after,) = rows_of(*recorded(calls, reward=1.0))
+    (before,) = rows_of(recorded(calls))
+    (after,) = rows_of(recorded(calls, reward=1.0))
     assert before.row_id == after.row_id
-    (shorter,) = rows_of(*recorded(calls[:1]))
+    (shorter,) = rows_of(recorded(calls[:1]))
     assert shorter.row_id != before.row_id
 
 
 def test_the_digest_sees_every_byte(grow: Any, chain_maker: Any, recorded: Any) -> None:
-    rows = rows_of(*recorded(grow(chain_maker, [None, 0, 0])))
-    digest = rows_digest(rows)
-    assert digest == rows_digest(tuple(rows))
-    assert rows_digest(rows[::-1]) != digest
-    for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
-        array = getattr(rows[1], name).copy()
+    first, second = rows_of(recorded(grow(chain_maker, [None, 0, 0])))
+    digest = rows_digest([first, second])
+    assert digest == rows_digest((first, second))
+    assert rows_digest([second, first]) != digest
+    for name in ("token_ids", "loss_mask", "logprobs", "version_spans"):
+        array = getattr(second, name).copy()
         array[-1] = not array[-1] if array.dtype == np.bool_ else array[-1] + 1
-        assert rows_digest([rows[0], dataclasses.replace(rows[1], **{name: array})]) != digest, name
-    assert rows_digest([rows[0], dataclasses.replace(rows[1], reward=0.5)]) != digest
+        assert rows_digest([first, dataclasses.replace(second, **{name: array})]) != digest, name
+    assert rows_digest([first, dataclasses.replace(second, reward=0.5)]) != digest
 
 
 def test_the_arrays_of_a_row_cannot_be_changed(grow: Any, chain_maker: Any, recorded: Any) -> None:
-    (built,) = rows_of(*recorded(grow(chain_maker, [None])))
+    (built,) = rows_of(recorded(grow(chain_maker, [None])))
     with pytest.raises(ValueError, match="read-only"):
         built.loss_mask[0] = True

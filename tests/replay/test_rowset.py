@@ -52,7 +52,7 @@ def test_five_turns_that_rewrite_after_two_give_three_rows(
 
 def test_an_empty_log_gives_no_rows(database: Engine) -> None:
     found = build(database)
-    assert (found.rows, found.rollouts, str(found.position)) == ((), 0, "0.0.0")
+    assert (found.rows, found.rollouts, str(found.position)) == ((), 0, "0.0.0.0")
 
 
 def test_a_chain_of_2000_calls_gives_one_row_quickly(database: Engine, remember: Remember, chain_maker: Any) -> None:
@@ -159,8 +159,8 @@ def test_a_position_that_the_log_has_not_reached_is_refused(
     database: Engine, remember: Remember, chain_maker: Any
 ) -> None:
     remember(database, chain_maker())
-    with pytest.raises(PositionAhead, match=r"rows as of 99\.0\.0, but the log has reached 3\.0\.0"):
-        build(database, position=Position.parse("99.0.0"))
+    with pytest.raises(PositionAhead, match=r"rows as of 99\.0\.0\.0, but the log has reached 3\.0\.0\.0"):
+        build(database, position=Position.parse("99.0.0.0"))
     with pytest.raises(BadPosition, match="'yesterday' is not a position"):
         Position.parse("yesterday")
 

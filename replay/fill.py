@@ -1,0 +1,194 @@
+"""Checked chains and the stored arrays of their calls in, packed rows out.
+
+Knows how a call's arrays are placed into rows, and what must hold for them; does not know databases or how chains were
+found. Law: a row holds its chain's deltas end to end, unshifted and unpadded, and no token that was not verified: each
+call's chain hash is derived again from its tokens on top of its parent's. One bad call refuses its whole rollout.
+
+Arrays come in any order, each is read once, decoded once, and copied into every row that it is part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replay.chain import Chains, Refusal, refusal
+from replay.piece import Flags, Ints, Piece
+from store import codec, hashing
+from store.errors import DamagedArray, UnknownCodec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Filled:
+    """The rows of some chains end to end: row r has the places `offset[r]` to `offset[r + 1]` of each array."""
+
+    chains: Chains
+    offset: Ints  # [R + 1]
+    token_ids: npt.NDArray[np.int32]  # [T]
+    loss_mask: npt.NDArray[np.bool_]  # [T]
+    logprobs: npt.NDArray[np.float32]  # [T] 0 where not sampled
+    refused: tuple[Refusal, ...]
+    """Rollouts whose arrays do not hold; their chains are left out."""
+
+
+def cut(chains: Chains, *, tokens: int) -> Iterator[Chains]:
+    """Cut chains between rollouts into runs of about so many tokens."""
+    length, rollout = chains.length, chains.rollout
+    begun = np.cumsum(length) - length
+    piece_of = np.zeros(len(chains.piece.rollouts), np.int64)
+    np.maximum.at(piece_of, rollout, begun // tokens)  # a rollout belongs where its last chain begins
+    run = piece_of[rollout]
+    for each in np.unique(run):
+        yield chains.only(run == each)
+
+
+def sequences(chains: Chains) -> Ints:
+    """The sequences of the calls of these chains, ascending, each once."""
+    return np.sort(chains.piece.ints("sequence")[np.unique(chains.call)])
+
+
+def fill(chains: Chains, payloads: Iterable[pa.RecordBatch]) -> Filled:
+    """Place the arrays of every call into the rows.
+
+    Args:
+        chains: checked.
+        payloads: columns `sequence`, `codec`, `token_ids`, `logprobs`; lines of other calls are passed over.
+    """
+    piece = chains.piece
+    offset = np.append(0, np.cumsum(chains.length))
+    row = np.repeat(np.arange(len(chains.carried)), np.diff(chains.start))
+    starts = offset[row] + piece.ints("prev_len")[chains.call]  # [L] where the call's delta goes
+    sampled = offset[row] + piece.ints("prompt_len")[chains.call]  # [L] where its sampled tokens go
+    token_ids = np.zeros(offset[-1], np.dtype("<i4"))
+    logprobs = np.zeros(offset[-1], np.dtype("<f4"))
+    why = _place(chains, payloads, starts, sampled, _bytes(token_ids), _bytes(logprobs))
+    if not np.isfinite(logprobs).all():
+        for line in np.unique(np.searchsorted(sampled, np.flatnonzero(~np.isfinite(logprobs)), side="right") - 1):
+            why.setdefault(int(chains.call[line]), _NOT_FINITE)
+    filled = Filled(
+        chains=chains,
+        offset=offset,
+        token_ids=token_ids,
+        loss_mask=_mask(chains, sampled, int(offset[-1])),
+        logprobs=logprobs,
+        refused=(),
+    )
+    return _without(filled, why) if why else filled
+
+
+_NOT_FINITE = ("logprob_not_finite", "a sampled token has no finite log-probability")
+_Why = dict[int, tuple[str, str]]
+"""Reason and detail by the place of a call."""
+
+
+def _place(
+    chains: Chains,
+    payloads: Iterable[pa.RecordBatch],
+    starts: Ints,
+    sampled: Ints,
+    token_ids: memoryview,
+    logprobs: memoryview,
+) -> _Why:
+    """Decode, verify and copy; returns which calls do not hold."""
+    piece = chains.piece
+    why: _Why = {}
+    by_call = np.argsort(chains.call, kind="stable")
+    wanted, first = np.unique(chains.call[by_call], return_index=True)
+    lines = np.append(first, len(by_call)).tolist()
+    order = by_call.tolist()
+    sequence = piece.ints("sequence")[wanted]
+    in_log = np.argsort(sequence)
+    expected = _expected(piece, wanted)
+    starts_at, sampled_at = (4 * starts).tolist(), (4 * sampled).tolist()
+    seen = 0
+    for batch in payloads:
+        asked = batch.column("sequence").to_numpy()
+        at = np.minimum(np.searchsorted(sequence, asked, sorter=in_log), len(sequence) - 1)
+        which = in_log[at]
+        ours = np.flatnonzero(sequence[which] == asked)
+        codecs = batch.column("codec").to_numpy()[ours].tolist()
+        tokens, scores = (_views(batch.column(name), ours) for name in ("token_ids", "logprobs"))
+        seen += len(ours)
+        for place, kind, stored, score in zip(which[ours].tolist(), codecs, tokens, scores, strict=True):
+            above, chain_hash, delta, count = expected[place]
+            try:
+                raw = stored if kind == codec.RAW else codec.unpack(kind, stored)
+            except (DamagedArray, UnknownCodec) as error:
+                why[int(wanted[place])] = ("array_unreadable", str(error))
+                continue
+            if len(raw) != 4 * delta or len(score) != 4 * count:
+                why[int(wanted[place])] = (
+                    "length_mismatch",
+                    f"it holds {len(raw) // 4} tokens and {len(score) // 4} log-probabilities, "
+                    f"its counts say {delta} and {count}",
+                )
+                continue
+            if hashing.chain_hash(above, raw) != chain_hash:
+                why[int(wanted[place])] = (
+                    "chain_hash_mismatch",
+                    "its tokens on top of its parent's do not give its chain hash",
+                )
+                continue
+            for line in order[lines[place] : lines[place + 1]]:
+                start = starts_at[line]
+                token_ids[start : start + 4 * delta] = raw
+                start = sampled_at[line]
+                logprobs[start : start + 4 * count] = score
+    if seen != len(wanted):
+        raise ValueError(f"the log gave {seen} of {len(wanted)} calls at the sequences it named before")
+    return why
+
+
+def _expected(piece: Piece, calls: Ints) -> list[tuple[bytes | None, bytes, int, int]]:
+    """Of each call: its parent's chain hash, its own, its delta's length and how many of it are sampled."""
+    taken = pa.array(calls)
+    parent = pc.index_in(piece.column("parent_id").take(taken), piece.column("call_id"), skip_nulls=True)
+    above, own = (piece.column("chain_hash").take(places).to_pylist() for places in (parent, taken))
+    delta, sampled = (lengths[calls].tolist() for lengths in (piece.delta_len, piece.ints("sampled_len")))
+    return list(zip(above, own, delta, sampled, strict=True))
+
+
+def _bytes(array: npt.NDArray[np.generic]) -> memoryview:
+    """An array's bytes, to write into."""
+    return memoryview(array.view(np.uint8).data)
+
+
+def _views(column: pa.Array, lines: Ints) -> list[memoryview]:
+    """The bytes of these lines of a binary column, without copying them."""
+    _, offsets, data = column.buffers()
+    edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+    whole = memoryview(data if data is not None else b"").cast("B")
+    return [whole[low:high] for low, high in zip(edges[lines].tolist(), edges[lines + 1].tolist(), strict=True)]
+
+
+def _mask(chains: Chains, sampled: Ints, size: int) -> Flags:
+    """[T] true on the sampled tokens of the calls that train in their row."""
+    trains = chains.trains & (chains.piece.ints("sampled_len")[chains.call] > 0)
+    steps = np.zeros(size + 1, np.int8)
+    steps[sampled[trains]] += 1
+    steps[(sampled + chains.piece.ints("sampled_len")[chains.call])[trains]] -= 1
+    return np.cumsum(steps[:-1], out=steps[:-1]).view(np.bool_)
+
+
+def _without(filled: Filled, why: _Why) -> Filled:
+    """Leave out the rollouts of the calls that do not hold; the first call of each stands for it."""
+    piece = filled.chains.piece
+    refused: dict[int, Refusal] = {}
+    for call in sorted(why):
+        refused.setdefault(int(piece.rollout[call]), refusal(piece, call, *why[call]))
+    kept = ~np.isin(filled.chains.rollout, [*refused])
+    sizes = np.diff(filled.offset)
+    tokens = np.repeat(kept, sizes)
+    return Filled(
+        chains=filled.chains.only(kept),
+        offset=np.append(0, np.cumsum(sizes[kept])),
+        token_ids=filled.token_ids[tokens],
+        loss_mask=filled.loss_mask[tokens],
+        logprobs=filled.logprobs[tokens],
+        refused=tuple(refused.values()),
+    )

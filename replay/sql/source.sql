@@ -1,0 +1,78 @@
+-- Reads of the log that SQLite and PostgreSQL take in the same words. `:calls`, `:outcomes`, `:rollouts` and `:trained` are
+-- the parts of a position: an event with a higher sequence does not count.
+
+-- name: reached
+-- The position of everything that this snapshot sees.
+select
+  (select coalesce(max(sequence), 0) from model_call) as calls,
+  (select coalesce(max(sequence), 0) from rollout_outcome) as outcomes,
+  (select coalesce(max(sequence), 0) from rollout) as rollouts,
+  (select coalesce(max(sequence), 0) from trained_row) as trained
+
+-- name: extents
+-- How many calls each rollout has and between which sequences they lie; answered from an index alone.
+select
+  rollout_id,
+  count(*) as calls,
+  min(sequence) as low,
+  max(sequence) as high
+from model_call
+where sequence <= :calls
+group by rollout_id
+
+-- name: openings
+-- How each rollout was opened.
+select
+  rollout_id,
+  group_id,
+  task,
+  harness,
+  opened_at
+from rollout
+where sequence <= :rollouts
+
+-- name: outcomes
+-- Every outcome; the latest of a rollout counts.
+select
+  sequence,
+  rollout_id,
+  reward,
+  accepted,
+  output
+from rollout_outcome
+where sequence <= :outcomes
+
+-- name: calls_between
+-- The narrow columns of completed calls, all that lie between two sequences.
+select
+  sequence,
+  rollout_id,
+  call_id,
+  parent_id,
+  root_id,
+  depth,
+  request_hash,
+  chain_hash,
+  digest,
+  hash_version,
+  prev_len,
+  prompt_len,
+  sampled_len,
+  choice,
+  media_count,
+  response_id,
+  policy_spans,
+  hints,
+  completed_at
+from model_call
+where sequence between :low and :high
+
+-- name: payloads_between
+-- Tokens and log-probabilities of completed calls, all that lie between two sequences.
+select
+  sequence,
+  codec,
+  token_ids,
+  logprobs
+from model_call
+where sequence between :low and :high
