@@ -277,7 +277,7 @@ def corruptions(folder: Path, recorded: Recorded) -> dict[str, tuple[float, Grad
     rows, by_rollout = recorded.found.rows, recorded.by_rollout
     of_rollout = Counter(row.rollout_id for row in rows)
     cut = recorded.calls[0].chain_len
-    arrays = {name: getattr(rows[0], name) for name in ("token_ids", "loss_mask", "logprobs", "policy_versions")}
+    arrays = {name: getattr(rows[0], name) for name in ("token_ids", "loss_mask", "logprobs")}
     reordered = replace(rows[0], **{name: np.roll(array, -cut) for name, array in arrays.items()})
     fork = next(index for index, row in enumerate(rows) if row.call_numbers == (1, 2, 4))
     mask = rows[fork].loss_mask | rows[fork].logprobs.astype(bool)

@@ -196,7 +196,7 @@ def example(
 def reordered(rows: Sequence[Row], calls: Sequence[CallCompleted]) -> list[Row]:
     """The first row's two deltas the wrong way round, with their masks and log-probabilities."""
     cut = calls[0].chain_len
-    arrays = {name: getattr(rows[0], name) for name in ("token_ids", "loss_mask", "logprobs", "policy_versions")}
+    arrays = {name: getattr(rows[0], name) for name in ("token_ids", "loss_mask", "logprobs")}
     return [replace(rows[0], **{name: np.roll(array, -cut) for name, array in arrays.items()}), *rows[1:]]
 
 
