@@ -31,7 +31,7 @@ def _read(
     connection: Connection, event: type[CallCompleted | CallEnded], table: Table, rollout_id: str
 ) -> list[dict[str, JsonValue]]:
     kind: str = event.model_fields["kind"].default
-    columns = [table.c[name] for name in event.model_fields if name != "kind" and name not in WIDE]
-    statement = select(*columns).where(table.c.rollout_id == rollout_id).order_by(table.c.sequence)
-    rows = connection.execute(statement).mappings()
-    return [{"kind": kind, **to_jsonable_python(dict(row), bytes_mode="hex")} for row in rows]
+    names = [name for name in event.model_fields if name != "kind" and name not in WIDE]
+    statement = select(*(table.c[name] for name in names)).where(table.c.rollout_id == rollout_id)
+    rows = connection.execute(statement.order_by(table.c.sequence))
+    return [{"kind": kind, **to_jsonable_python(dict(zip(names, row, strict=True)), bytes_mode="hex")} for row in rows]
