@@ -195,7 +195,7 @@ class _Matching:
             gap = self.gap(certain, {reading.call for here in possible for reading in here})
             if gap is not None:
                 return gap
-            wanted = required | {ancestor for call in certain for ancestor in self.ancestors(call)}
+            wanted = self.with_ancestors(required, certain)
             if wanted == required:
                 return self.settled(possible, start)
             required = wanted
@@ -240,7 +240,7 @@ class _Matching:
         """How many pieces in front no call answered, and stood in the first call's prompt in this order."""
         rest = iter([digest.hex() for digest in given])
         for place, piece in enumerate(self.pieces):
-            if found[place] or not all(digest in rest for digest in piece.digests):
+            if found[place] or not piece.digests or not all(digest in rest for digest in piece.digests):
                 return place
         return len(self.pieces)
 
@@ -261,11 +261,15 @@ class _Matching:
             named.append(call)
         return set(named)
 
-    def ancestors(self, call: int) -> Iterable[int]:
-        parent = self.calls[call].parent_id
-        while parent is not None and parent in self.index:
-            yield self.index[parent]
-            parent = self.calls[self.index[parent]].parent_id
+    def with_ancestors(self, required: set[int], certain: Iterable[int]) -> set[int]:
+        """What must count: these, and all that certain calls continue."""
+        found = {*required}
+        for call in certain:
+            parent = self.calls[call].parent_id
+            while parent is not None and (at := self.index.get(parent)) is not None and at not in found:
+                found.add(at)
+                parent = self.calls[at].parent_id
+        return found
 
     def gap(self, certain: Mapping[int, int], placed: set[int]) -> Unmatched | None:
         """The first call that counts for certain while what it continues is not in the output."""

@@ -18,18 +18,24 @@ from sqlalchemy import Engine
 from engine.outcome import Outcome, is_known, receipt, scored, unreadable
 from replay.errors import UnknownRollout
 from store import log
-from store.database import write
+from store.database import read, write
+from store.errors import EventConflict
 from turnlog.errors import BadJson
 
 
 def record(database: Engine, rollout_id: str, outcome: Outcome, *, new_id: UUID, at: int) -> dict[str, JsonValue]:
     """Append the outcome; what a server would answer. Raises UnknownRollout, EngineError, LogError."""
     event = scored(rollout_id, outcome, new_id=new_id, at=at)
-    with write(database) as connection:
-        if log.rollout(connection, rollout_id) is None:
-            raise UnknownRollout(rollout_id)
-        if not is_known(event, log.outcomes(connection, rollout_id)):
-            log.append(connection, [event])
+    try:
+        with write(database) as connection:
+            if log.rollout(connection, rollout_id) is None:
+                raise UnknownRollout(rollout_id)
+            if not is_known(event, log.outcomes(connection, rollout_id)):
+                log.append(connection, [event])
+    except EventConflict:
+        with read(database) as connection:  # the same id was written at the same time
+            if not is_known(event, log.outcomes(connection, rollout_id)):
+                raise
     return receipt(event)
 
 

@@ -381,6 +381,10 @@ def test_an_empty_response_is_the_answer_of_a_call_that_answered_nothing() -> No
     calls = [call(1), call(2, text("Done."))]
     output = [{"id": "chatcmpl-1", "output": []}, {"id": "chatcmpl-2", "output": [message("Done.")]}]
     assert matched(output, calls).numbers == (1, 2)
+    assert "output[0] (empty, chatcmpl-2)" in refused(
+        [{"id": "chatcmpl-2", "output": []}], calls, "output_id_elsewhere"
+    )
+    assert "output[0] (empty)" in refused([{"output": []}], calls[1:], "output_unknown")
 
 
 def test_references_beside_an_output_must_name_its_calls(agent: list[Answered]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,10 +16,11 @@ from engine.errors import EngineError
 from engine.outcome import Outcome, scored
 from store import log
 from store.database import read, write
+from store.errors import EventConflict
 from store.events import RolloutOpened, RolloutScored
 from store.output import HarnessOutput
 from turnlog.errors import CommandError
-from turnlog.outcome import outcome_of
+from turnlog.outcome import outcome_of, record
 
 PAGE = (Path(__file__).parents[2] / "docs/outcomes.md").read_text()
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -78,6 +80,20 @@ def test_the_same_command_again_changes_nothing(run: Any, url: str, sqlite_datab
     assert other.returncode == 1
     assert f"outcome {TWO} is in the log with other content" in other.stderr
     assert [found.reward for found in outcomes(sqlite_database)] == [1.0]
+
+
+def test_one_outcome_written_by_many_at_once_is_one(database: Engine) -> None:
+    with write(database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=0)])
+    outcome = Outcome.model_validate({"reward": 1.0, "outcome_id": TWO})
+    with ThreadPoolExecutor(8) as threads:
+        told = [*threads.map(lambda at: record(database, "r1", outcome, new_id=UUID(int=9), at=at), range(8))]
+    assert [receipt["outcome_id"] for receipt in told] == [TWO] * 8
+    assert len(outcomes(database)) == 1
+    with write(database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r2", opened_at=0)])
+    with pytest.raises(EventConflict):
+        record(database, "r2", outcome, new_id=UUID(int=9), at=1)
 
 
 @pytest.mark.parametrize(
