@@ -25,6 +25,7 @@ from replay.errors import PlanMismatch, StepRecorded, UnknownRow
 from replay.history import TRAINED
 from replay.plan import StepPlan
 from replay.queries import query
+from replay.reader import open_reader
 from replay.row import Row
 from replay.selection import Selection
 from store import log, schema
@@ -134,11 +135,8 @@ def record(database: Engine, step: Sequence[RowTrained]) -> bool:
 
 def trained(database: Engine, sequence: int | None = None) -> pa.Table:
     """What entered training steps, as `replay.history.eligible` reads it: all of it, or up to a `trained` position."""
-    statement = text(query("trained", "sqlalchemy"))
-    with read(database) as connection:
-        lines = connection.execute(statement, {"trained": 2**63 - 1 if sequence is None else sequence}).all()
-    columns = zip(*lines, strict=True) if lines else ((),) * len(TRAINED)
-    return pa.table([pa.array(values, field.type) for values, field in zip(columns, TRAINED, strict=True)], TRAINED)
+    with open_reader(database) as reader:
+        return reader.table("trained", TRAINED, trained=2**63 - 1 if sequence is None else sequence)
 
 
 def origin(database: Engine, run: str, step: int, row_id: str) -> Origin:
