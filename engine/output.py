@@ -95,15 +95,21 @@ _Found = tuple[OutputForm, list[_Entry]]
 def read_output(output: JsonValue) -> ReadOutput:
     """Read an output that is not None. Raises BadRequest, UnknownItem."""
     try:
+        return _read(output)
+    except RecursionError:
+        raise BadRequest("output nests too deep to be read: send what the harness returned, as it is") from None
+
+
+def _read(output: JsonValue) -> ReadOutput:
+    try:
         source = hashing.tagged_digest("output", hashing.canonical_json(output)).hex()
-    except (ValueError, RecursionError) as error:
-        why = "nests too deep" if isinstance(error, RecursionError) else "holds NaN or Infinity"
-        raise BadRequest(f"output {why}, which JSON cannot hold: send what another program can read") from None
+    except ValueError:
+        why = "output holds NaN or Infinity, which JSON cannot hold: send what another program can read"
+        raise BadRequest(why) from None
     references = _references(output)
-    found = None if references is not None and not _has_output(output) else _named(output)
-    if found is None:
+    if references is not None and not _has_output(output):
         return ReadOutput(output=None, references=references)
-    form, entries = found
+    form, entries = _named(output, "output")
     kept = HarnessOutput(
         version=1,
         hash_version=hashing.HASH_VERSION,
@@ -120,24 +126,22 @@ def _has_output(output: JsonValue) -> bool:
     return isinstance(output, dict) and any(output.get(name) is not None for name in _NAMES)
 
 
-def _named(output: JsonValue) -> _Found:
+def _named(output: JsonValue, at: str) -> _Found:
     """An output, or the object around it."""
     if not isinstance(output, dict):
-        return _form(output, "output")
+        return _form(output, at)
     if _is_response(output) and output.get("output") is None:
-        return "responses", [_response(output, "output")]
+        return "responses", [_response(output, at)]
     names = [name for name in _NAMES if output.get(name) is not None]
     if len(names) != 1:
         found = f"has {' and '.join(names)}" if names else f"is an object with {shown([*sorted(output)])}"
-        raise BadRequest(f"output {found}, one form is read: send {_FORMS}", param="output")
+        raise BadRequest(f"{at} {found}, one form is read: send {_FORMS}", param=at)
     (name,) = names
     if name == "response":
-        return _named(object_of(output[name], "output.response"))
-    form, entries = _form(output[name], f"output.{name}")
-    last_id = text_of(output, "id", "output") if name == "output" else ""
-    if last_id:
-        entries = _with_last_id(entries, last_id)
-    return form, entries
+        return _named(object_of(output[name], f"{at}.response"), f"{at}.response")
+    form, entries = _form(output[name], f"{at}.{name}")
+    last_id = text_of(output, "id", at) if name == "output" else ""
+    return form, _with_last_id(entries, last_id) if last_id else entries
 
 
 def _form(value: JsonValue, at: str) -> _Found:

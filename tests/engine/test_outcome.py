@@ -91,7 +91,7 @@ def test_what_stands_behind_the_last_piece_is_kept_too() -> None:
             ["output[0][0]", "output[1][1]"],
         ),
         ([{"id": "r1", "output": [message("a")]}], "responses", ["output[0]"]),
-        ({"response": {"output": [message("a")]}, "reward": 1}, "items", ["output.output[0]"]),
+        ({"response": {"output": [message("a")]}, "reward": 1}, "items", ["output.response.output[0]"]),
         ({"choices": [{"index": 0, "message": said("a")}]}, "responses", ["output"]),
         ([], "chat", []),
     ],
@@ -190,11 +190,15 @@ def test_a_bad_output_is_refused_with_its_place_the_rule_and_a_remedy(output: An
     assert ": " in str(refused.value)
 
 
-def test_an_output_that_nests_too_deep_is_refused() -> None:
-    deep: Any = "a"
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises(BadRequest, match="nests too deep"):
+@pytest.mark.parametrize(
+    ("depth", "around", "words"),
+    [(900, "list", "not an object"), (100_000, "list", "nests too deep"), (100_000, "response", "nests too deep")],
+)
+def test_an_output_that_nests_too_deep_is_refused(depth: int, around: str, words: str) -> None:
+    deep: Any = ["a"]
+    for _ in range(depth):
+        deep = [deep] if around == "list" else {"response": deep}
+    with pytest.raises(BadRequest, match=words):
         read_output(deep)
 
 
@@ -306,6 +310,33 @@ def test_a_posted_conversation_is_matched_to_the_calls_that_wrote_it(server: Any
         f"output[6] (assistant) is the answer of no completed call (expected call 3 ({calls[2].call_id}))"
         in found.detail
     )
+
+
+@pytest.mark.parametrize("dialect", ["responses", "messages"])
+def test_thoughts_and_ids_of_other_dialects_are_those_of_the_log(server: Any, dialect: str) -> None:
+    """What the server answered goes back as it came: flat under the id of the last call, and each response whole."""
+    rollout = f"outcome-{uuid4()}"
+    sent: list[Any] = []
+    whole: list[Any] = []
+    for turn in range(2):
+        sent.append(user(f"Turn {turn}?"))
+        body = {"model": "demo", "seed": turn}
+        body |= {"input": sent, "max_output_tokens": 24} if dialect == "responses" else {"messages": sent}
+        body |= {"max_tokens": 24} if dialect == "messages" else {}
+        answer = httpx.post(f"{server.address}/rollouts/{rollout}/v1/{dialect}", json=body, timeout=60).json()
+        whole.append(answer)
+        sent += answer["output"] if dialect == "responses" else [said(answer["content"])]
+    flat = {"id": whole[-1]["id"], "output": sent} if dialect == "responses" else {"messages": sent}
+    for output, form in ((flat, "items" if dialect == "responses" else "messages"), (whole, "responses")):
+        posted = post(server, rollout, output=output)
+        assert posted.json()["output"]["form"] == form, posted.text
+        calls, outcomes = in_log(server, rollout)
+        found = match(outcomes[-1].output, [answered(number, call) for number, call in enumerate(calls, start=1)])
+        assert isinstance(found, Matched), found
+        assert found.numbers == (1, 2)
+        pieces = HarnessOutput.model_validate(outcomes[-1].output).pieces
+        known = {item_id for call in calls for item_id in call.answer_item_ids} | {call.response_id for call in calls}
+        assert {item_id for piece in pieces for item_id in (*piece.item_ids, piece.response_id)} <= known | {None}
 
 
 def test_a_bad_outcome_is_answered_in_the_servers_error_shape_and_leaves_nothing(server: Any) -> None:
