@@ -9,8 +9,9 @@ Arrays come in any order, each is read once, decoded once, and copied into every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replay.chain import Chains, Refusal, refusal
-from replay.piece import Flags, Ints, Piece
+from replay.piece import Flags, Ints
+from replay.reader import Payload
 from store import codec, hashing
 from store.errors import DamagedArray, UnknownCodec
 
@@ -52,19 +54,19 @@ def sequences(chains: Chains) -> Ints:
     return np.sort(chains.piece.ints("sequence")[np.unique(chains.call)])
 
 
-def fill(chains: Chains, payloads: Iterable[pa.RecordBatch]) -> Filled:
+def fill(chains: Chains, payloads: Iterable[Sequence[Payload]]) -> Filled:
     """Place the arrays of every call into the rows.
 
     Args:
         chains: checked.
-        payloads: columns `sequence`, `codec`, `token_ids`, `logprobs`; lines of other calls are passed over.
+        payloads: in batches; those of other calls are passed over.
     """
     piece = chains.piece
     offset = np.append(0, np.cumsum(chains.length))
     row = np.repeat(np.arange(len(chains.carried)), np.diff(chains.start))
     starts = offset[row] + piece.ints("prev_len")[chains.call]  # [L] where the call's delta goes
     sampled = offset[row] + piece.ints("prompt_len")[chains.call]  # [L] where its sampled tokens go
-    token_ids = np.zeros(offset[-1], np.dtype("<i4"))
+    token_ids = np.empty(offset[-1], np.dtype("<i4"))  # every place is written, or its row is left out
     logprobs = np.zeros(offset[-1], np.dtype("<f4"))
     why = _place(chains, payloads, starts, sampled, _bytes(token_ids), _bytes(logprobs))
     if not np.isfinite(logprobs).all():
@@ -88,82 +90,71 @@ _Why = dict[int, tuple[str, str]]
 
 def _place(
     chains: Chains,
-    payloads: Iterable[pa.RecordBatch],
+    payloads: Iterable[Sequence[Payload]],
     starts: Ints,
     sampled: Ints,
     token_ids: memoryview,
     logprobs: memoryview,
 ) -> _Why:
     """Decode, verify and copy; returns which calls do not hold."""
-    piece = chains.piece
     why: _Why = {}
-    by_call = np.argsort(chains.call, kind="stable")
-    wanted, first = np.unique(chains.call[by_call], return_index=True)
-    lines = np.append(first, len(by_call)).tolist()
-    order = by_call.tolist()
-    sequence = piece.ints("sequence")[wanted]
-    in_log = np.argsort(sequence)
-    expected = _expected(piece, wanted)
-    starts_at, sampled_at = (4 * starts).tolist(), (4 * sampled).tolist()
+    unpack = codec.Unpacker()
+    expected = _expected(chains, starts, sampled)
     seen = 0
     for batch in payloads:
-        asked = batch.column("sequence").to_numpy()
-        at = np.minimum(np.searchsorted(sequence, asked, sorter=in_log), len(sequence) - 1)
-        which = in_log[at]
-        ours = np.flatnonzero(sequence[which] == asked)
-        codecs = batch.column("codec").to_numpy()[ours].tolist()
-        tokens, scores = (_views(batch.column(name), ours) for name in ("token_ids", "logprobs"))
-        seen += len(ours)
-        for place, kind, stored, score in zip(which[ours].tolist(), codecs, tokens, scores, strict=True):
-            above, chain_hash, delta, count = expected[place]
-            try:
-                raw = stored if kind == codec.RAW else codec.unpack(kind, stored)
-            except (DamagedArray, UnknownCodec) as error:
-                why[int(wanted[place])] = ("array_unreadable", str(error))
+        for sequence, kind, stored, scores in batch:
+            if (wanted := expected.get(sequence)) is None:
                 continue
-            if len(raw) != 4 * delta or len(score) != 4 * count:
-                why[int(wanted[place])] = (
+            seen += 1
+            call, above, chain_hash, size, count, places = wanted
+            try:
+                raw = stored if kind == codec.RAW else unpack(kind, stored)
+            except (DamagedArray, UnknownCodec) as error:
+                why[call] = ("array_unreadable", str(error))
+                continue
+            if len(raw) != size or len(scores) != count:
+                why[call] = (
                     "length_mismatch",
-                    f"it holds {len(raw) // 4} tokens and {len(score) // 4} log-probabilities, "
-                    f"its counts say {delta} and {count}",
+                    f"it holds {len(raw) // 4} tokens and {len(scores) // 4} log-probabilities, "
+                    f"its counts say {size // 4} and {count // 4}",
                 )
                 continue
             if hashing.chain_hash(above, raw) != chain_hash:
-                why[int(wanted[place])] = (
-                    "chain_hash_mismatch",
-                    "its tokens on top of its parent's do not give its chain hash",
-                )
+                why[call] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
                 continue
-            for line in order[lines[place] : lines[place + 1]]:
-                start = starts_at[line]
-                token_ids[start : start + 4 * delta] = raw
-                start = sampled_at[line]
-                logprobs[start : start + 4 * count] = score
-    if seen != len(wanted):
-        raise ValueError(f"the log gave {seen} of {len(wanted)} calls at the sequences it named before")
+            for start, after in places:
+                token_ids[start : start + size] = raw
+                logprobs[after : after + count] = scores
+    if seen != len(expected):
+        raise ValueError(f"the log gave {seen} of {len(expected)} calls at the sequences it named before")
     return why
 
 
-def _expected(piece: Piece, calls: Ints) -> list[tuple[bytes | None, bytes, int, int]]:
-    """Of each call: its parent's chain hash, its own, its delta's length and how many of it are sampled."""
+_Expected = tuple[int, bytes | None, bytes, int, int, list[tuple[int, int]]]
+"""Of a call: its place, its parent's chain hash, its own, how many bytes its tokens and its log-probabilities have, and
+at which byte of the rows these go, for each row."""
+
+
+def _expected(chains: Chains, starts: Ints, sampled: Ints) -> dict[int, _Expected]:
+    """By sequence."""
+    piece = chains.piece
+    by_call = np.argsort(chains.call, kind="stable")
+    calls, first = np.unique(chains.call[by_call], return_index=True)
+    places = list(zip((4 * starts[by_call]).tolist(), (4 * sampled[by_call]).tolist(), strict=True))
+    edges = [*first.tolist(), len(places)]
     taken = pa.array(calls)
     parent = pc.index_in(piece.column("parent_id").take(taken), piece.column("call_id"), skip_nulls=True)
-    above, own = (piece.column("chain_hash").take(places).to_pylist() for places in (parent, taken))
-    delta, sampled = (lengths[calls].tolist() for lengths in (piece.delta_len, piece.ints("sampled_len")))
-    return list(zip(above, own, delta, sampled, strict=True))
+    above, own = (piece.column("chain_hash").take(each).to_pylist() for each in (parent, taken))
+    sequence, sampled_len = piece.ints("sequence")[calls], piece.ints("sampled_len")[calls]
+    goes = (places[low:high] for low, high in pairwise(edges))
+    sizes = ((4 * piece.delta_len[calls]).tolist(), (4 * sampled_len).tolist())
+    facts = zip(calls.tolist(), above, own, *sizes, goes, strict=True)
+    return dict(zip(sequence.tolist(), facts, strict=True))
 
 
 def _bytes(array: npt.NDArray[np.generic]) -> memoryview:
     """An array's bytes, to write into."""
     return memoryview(array.view(np.uint8).data)
-
-
-def _views(column: pa.Array, lines: Ints) -> list[memoryview]:
-    """The bytes of these lines of a binary column, without copying them."""
-    _, offsets, data = column.buffers()
-    edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
-    whole = memoryview(data if data is not None else b"").cast("B")
-    return [whole[low:high] for low, high in zip(edges[lines].tolist(), edges[lines + 1].tolist(), strict=True)]
 
 
 def _mask(chains: Chains, sampled: Ints, size: int) -> Flags:

@@ -7,18 +7,20 @@ PostgreSQL is read through ADBC, which hands over Arrow without a Python value p
 in the connection that is open anyway: a second SQLite library in one process would break the first one's file locks.
 
     with open_reader(database) as reader:
-        for batch in reader.read("calls_between", schema, low=1, high=1000): ...
+        calls = reader.table("calls_between", schema, low=1, high=1000)
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast
+from itertools import pairwise
+from typing import Any, Protocol, cast
 
 import adbc_driver_manager
 import adbc_driver_postgresql.dbapi
+import numpy as np
 import pyarrow as pa
 from sqlalchemy import Engine
 
@@ -26,21 +28,23 @@ from replay.queries import numbered, query
 from store.database import read, shown_url
 from store.errors import LogUnavailable
 
-_LINES = 20_000
-"""Lines of a record batch."""
+_LINES = 5_000
+"""Lines that SQLite hands over at once."""
 
 Value = int | str
+Payload = tuple[int, int, bytes | memoryview, bytes | memoryview]
+"""The heavy columns of a completed call as stored: sequence, codec, token ids, log-probabilities."""
 
 
 class Reader(Protocol):
     """A snapshot of a log that answers named queries."""
 
-    def read(self, name: str, schema: pa.Schema, **parameters: Value) -> Iterator[pa.RecordBatch]:
-        """The answer's lines in pieces, its columns as the schema names and types them."""
+    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
+        """The whole answer, its columns as the schema names and types them."""
         ...
 
-    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
-        """The whole answer."""
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
+        """The answer's lines in batches, each valid until the next one is asked for."""
         ...
 
 
@@ -68,15 +72,22 @@ class _PostgresReader:
     def __init__(self, cursor: adbc_driver_postgresql.dbapi.Cursor) -> None:
         self._cursor = cursor
 
-    def read(self, name: str, schema: pa.Schema, **parameters: Value) -> Iterator[pa.RecordBatch]:
+    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
+        batches: list[pa.RecordBatch] = []
+        for batch in self._ask(name, parameters):
+            columns = [_stored(batch.column(at)).cast(field.type) for at, field in enumerate(schema)]
+            batches.append(pa.record_batch(columns, schema=schema))
+        return pa.Table.from_batches(batches, schema)
+
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
+        for batch in self._ask(name, parameters):
+            sequence, codec, token_ids, logprobs = batch.columns
+            yield [*zip(sequence.to_pylist(), codec.to_pylist(), _views(token_ids), _views(logprobs), strict=True)]
+
+    def _ask(self, name: str, parameters: Mapping[str, Value]) -> Iterator[pa.RecordBatch]:
         asked = numbered(query(name, "postgresql"))
         self._cursor.execute(asked.text, tuple(parameters[each] for each in asked.names) or None)
-        for batch in self._cursor.fetch_record_batch():
-            columns = [_stored(batch.column(at)).cast(field.type) for at, field in enumerate(schema)]
-            yield pa.record_batch(columns, schema=schema)
-
-    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
-        return pa.Table.from_batches(self.read(name, schema, **parameters), schema)
+        return iter(self._cursor.fetch_record_batch())
 
 
 def _stored(column: pa.Array) -> pa.Array:
@@ -84,17 +95,30 @@ def _stored(column: pa.Array) -> pa.Array:
     return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
+def _views(column: pa.Array) -> list[memoryview]:
+    """The values of a binary column, without copying them."""
+    _, offsets, data = column.buffers()
+    edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1].tolist()
+    whole = memoryview(data if data is not None else b"").cast("B")
+    return [whole[low:high] for low, high in pairwise(edges)]
+
+
 class _SqliteReader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def read(self, name: str, schema: pa.Schema, **parameters: Value) -> Iterator[pa.RecordBatch]:
+    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
+        batches: list[pa.RecordBatch] = []
+        for lines in self._ask(name, parameters):
+            values = zip(*lines, strict=True)
+            columns = [pa.array(each, field.type) for each, field in zip(values, schema, strict=True)]
+            batches.append(pa.record_batch(columns, schema=schema))
+        return pa.Table.from_batches(batches, schema)
+
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
+        return self._ask(name, parameters)
+
+    def _ask(self, name: str, parameters: Mapping[str, Value]) -> Iterator[list[Any]]:
         cursor = self._connection.execute(query(name, "sqlite"), parameters)
         while lines := cursor.fetchmany(_LINES):
-            columns = [
-                pa.array(values, field.type) for values, field in zip(zip(*lines, strict=True), schema, strict=True)
-            ]
-            yield pa.record_batch(columns, schema=schema)
-
-    def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
-        return pa.Table.from_batches(self.read(name, schema, **parameters), schema)
+            yield lines

@@ -20,7 +20,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.piece import CALLS, Ints, Piece, Rollout
-from replay.reader import Reader
+from replay.reader import Payload, Reader
 from store import hashing
 
 _REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
@@ -43,8 +43,6 @@ _OUTCOMES = pa.schema(
         "output": pa.string(),
     }
 )
-PAYLOADS = pa.schema({"sequence": pa.int64(), "codec": pa.int64(), "token_ids": pa.binary(), "logprobs": pa.binary()})
-"""The heavy columns of a completed call, as stored."""
 _DENSE = 4
 """A stretch of the log is read whole when it holds at most so many calls for each wanted one."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
@@ -172,11 +170,11 @@ def pieces(reader: Reader, found: Contents, position: Position, *, calls: int) -
         yield Piece.of(rollouts, table)
 
 
-def payloads(reader: Reader, sequences: Ints) -> Iterator[pa.RecordBatch]:
+def payloads(reader: Reader, sequences: Ints) -> Iterator[Sequence[Payload]]:
     """The heavy columns of the completed calls at these ascending sequences, and of others that lie among them."""
     if not len(sequences):
         return iter(())
     low, high = int(sequences[0]), int(sequences[-1])
     if high - low < _DENSE * len(sequences):
-        return reader.read("payloads_between", PAYLOADS, low=low, high=high)
-    return reader.read("payloads_at", PAYLOADS, only=hashing.canonical_json(sequences.tolist()).decode())
+        return reader.payloads("payloads_between", low=low, high=high)
+    return reader.payloads("payloads_at", only=hashing.canonical_json(sequences.tolist()).decode())

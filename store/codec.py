@@ -39,11 +39,22 @@ def pack(raw: bytes) -> Packed:
 
 def unpack(codec: int, data: bytes | memoryview) -> bytes:
     """The bytes again. Raises UnknownCodec for a number of a later release, DamagedArray for bytes of no frame."""
-    if codec == RAW:
-        return bytes(data)
-    if codec == ZSTD:
-        try:
-            return bytes(zstandard.ZstdDecompressor().decompress(data))
-        except zstandard.ZstdError as error:
-            raise DamagedArray(str(error)) from error
-    raise UnknownCodec(codec)
+    return Unpacker()(codec, data)
+
+
+class Unpacker:
+    """`unpack` for many arrays, by one thread: a decompressor costs as much to make as a small array to unpack."""
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdDecompressor()
+
+    def __call__(self, codec: int, data: bytes | memoryview) -> bytes:
+        """The bytes again; errors are those of `unpack`."""
+        if codec == RAW:
+            return bytes(data)
+        if codec == ZSTD:
+            try:
+                return bytes(self._zstd.decompress(data))
+            except zstandard.ZstdError as error:
+                raise DamagedArray(str(error)) from error
+        raise UnknownCodec(codec)

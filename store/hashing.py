@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import cache
 
 from pydantic import JsonValue
 
@@ -35,11 +36,16 @@ def canonical_json(value: JsonValue) -> bytes:
 
 def tagged_digest(domain: str, *parts: bytes | memoryview) -> bytes:
     """SHA-256 over `turnlog/<domain>/v<HASH_VERSION>` and the length-framed parts; 32 bytes."""
-    state = hashlib.sha256(f"turnlog/{domain}/v{HASH_VERSION}".encode() + b"\0")
+    state = hashlib.sha256(_tag(domain))
     for part in parts:
         state.update(len(part).to_bytes(8, "big"))
         state.update(part)
     return state.digest()
+
+
+@cache
+def _tag(domain: str) -> bytes:
+    return f"turnlog/{domain}/v{HASH_VERSION}".encode() + b"\0"
 
 
 def item_digest(canonical_item: bytes) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Engine
 
 from replay.piece import CALLS, Piece, Rollout
-from replay.source import PAYLOADS
+from replay.reader import Payload
 from store import codec, hashing, log, migrate
 from store.database import open_database, write
 from store.events import CallCompleted, Event, PolicySpan
@@ -28,7 +28,7 @@ class Recorded:
     """Completed calls as replay would read them, without a database, to tamper with. Calls are named by their place."""
 
     piece: Piece
-    payloads: pa.RecordBatch
+    payloads: list[Payload]
 
     def facts(self, **changes: Any) -> Recorded:
         """Other facts of its first rollout."""
@@ -43,15 +43,21 @@ class Recorded:
 
     def damaged(self, call: int, **columns: Any) -> Recorded:
         """Other stored arrays of one call."""
-        lines = self.payloads.to_pylist()
-        lines[call] |= columns
-        return replace(self, payloads=pa.RecordBatch.from_pylist(lines, PAYLOADS))
+        names = ("sequence", "codec", "token_ids", "logprobs")
+        values = dict(zip(names, self.payloads[call], strict=True)) | columns
+        lines = [*self.payloads]
+        lines[call] = tuple(values[name] for name in names)  # type: ignore[assignment]
+        return replace(self, payloads=lines)
 
     def without(self, call: int) -> Recorded:
         """As if the log did not hold a call."""
         kept = pa.array([place for place in range(len(self.piece.calls)) if place != call])
         calls = self.piece.calls.take(kept)
-        return replace(self, piece=Piece(rollouts=self.piece.rollouts, calls=calls), payloads=self.payloads.take(kept))
+        return replace(
+            self,
+            piece=Piece(rollouts=self.piece.rollouts, calls=calls),
+            payloads=[self.payloads[place] for place in kept.to_pylist()],
+        )
 
     def id_of(self, call: int) -> bytes:
         """The id of one call."""
@@ -85,7 +91,7 @@ def recorded() -> Callable[..., Recorded]:
         rollouts = [Rollout(**{"rollout_id": name, "opened_at": 0, **nothing, **facts}) for name in names]
         narrow = pa.Table.from_pylist([_narrow(place, call) for place, call in enumerate(calls, 1)], CALLS)
         heavy = [_heavy(place, call) for place, call in enumerate(calls, 1)]
-        return Recorded(piece=Piece.of(rollouts, narrow), payloads=pa.RecordBatch.from_pylist(heavy, PAYLOADS))
+        return Recorded(piece=Piece.of(rollouts, narrow), payloads=heavy)
 
     return record
 
@@ -151,6 +157,6 @@ def _narrow(sequence: int, call: CallCompleted) -> dict[str, Any]:
     }
 
 
-def _heavy(sequence: int, call: CallCompleted) -> dict[str, Any]:
+def _heavy(sequence: int, call: CallCompleted) -> Payload:
     packed = codec.pack(call.token_ids)
-    return {"sequence": sequence, "codec": packed.codec, "token_ids": packed.data, "logprobs": call.logprobs}
+    return sequence, packed.codec, packed.data, call.logprobs

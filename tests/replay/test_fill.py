@@ -37,7 +37,7 @@ def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[...,
 
 
 def test_one_changed_token_refuses(branched: Any) -> None:
-    tokens = token_array(branched.payloads.column("token_ids")[2].as_py()).copy()
+    tokens = token_array(branched.payloads[2][2]).copy()
     tokens[-1] += 1
     assert reason(filled(branched.damaged(2, token_ids=token_bytes(tokens)))) == ("chain_hash_mismatch", 3)
 
@@ -46,9 +46,9 @@ def test_a_changed_chain_hash_refuses(branched: Any) -> None:
     assert reason(filled(branched.tampered(0, chain_hash=bytes(32)))) == ("chain_hash_mismatch", 1)
 
 
-@pytest.mark.parametrize("name", ["token_ids", "logprobs"])
-def test_arrays_of_the_wrong_length_refuse(branched: Any, name: str) -> None:
-    short = branched.payloads.column(name)[1].as_py()[:-4]
+@pytest.mark.parametrize(("name", "at"), [("token_ids", 2), ("logprobs", 3)])
+def test_arrays_of_the_wrong_length_refuse(branched: Any, name: str, at: int) -> None:
+    short = branched.payloads[1][at][:-4]
     assert reason(filled(branched.damaged(1, **{name: short}))) == ("length_mismatch", 2)
 
 
@@ -60,7 +60,7 @@ def test_arrays_that_cannot_be_decoded_refuse(branched: Any, codec: int) -> None
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, -1])
 def test_a_logprob_that_is_not_finite_refuses(branched: Any, value: float, at: int) -> None:
-    logprobs = logprob_array(branched.payloads.column("logprobs")[3].as_py()).copy()
+    logprobs = logprob_array(branched.payloads[3][3]).copy()
     logprobs[at] = value
     assert reason(filled(branched.damaged(3, logprobs=logprobs.tobytes()))) == ("logprob_not_finite", 4)
 
@@ -84,7 +84,7 @@ def test_lines_of_other_calls_are_passed_over_and_a_missing_one_is_an_error(bran
     whole = filled(branched)
     assert np.array_equal(fill(first, [branched.payloads]).token_ids, whole.token_ids[: whole.offset[1]])
     with pytest.raises(ValueError, match="the log gave 3 of 4 calls"):
-        fill(chains, [branched.payloads.slice(1)])
+        fill(chains, [branched.payloads[1:]])
 
 
 def test_runs_hold_whole_rollouts_and_about_the_tokens_asked_for(
