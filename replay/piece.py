@@ -45,6 +45,21 @@ CALLS = pa.schema(
     }
 )
 """Columns of completed calls under their names in the log."""
+ANSWERS = pa.schema(
+    {
+        "sequence": pa.int64(),
+        "rollout_id": pa.string(),
+        "answer_key": pa.binary(),
+        "reasoning_digest": pa.binary(),
+        "hash_version": pa.int64(),
+        "answer_item_ids": pa.string(),
+        "answer_roles": pa.string(),
+        "answer_digests": pa.binary(),
+        "request_roles": pa.string(),
+        "request_digests": pa.binary(),
+    }
+)
+"""Columns that say what calls were asked and answered; only some selection rules read them."""
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -95,17 +110,18 @@ class Piece:
     rollouts: tuple[Rollout, ...]
     calls: pa.Table
     """The columns of `CALLS`, N lines ordered by rollout, then by sequence."""
+    answers: pa.Table | None = None
+    """The columns of `ANSWERS`, line by line those of `calls`; None when no rule reads them."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], calls: pa.Table) -> Piece:
+    def of(cls, rollouts: Sequence[Rollout], calls: pa.Table, answers: pa.Table | None = None) -> Piece:
         """Order the calls of these rollouts; lines of other rollouts are left out."""
         names = pa.array([rollout.rollout_id for rollout in rollouts], pa.string())
-        place = pc.index_in(calls["rollout_id"], names)
-        ours = pc.is_valid(place)
-        if not pc.all(ours, min_count=0).as_py():
-            calls, place = calls.filter(ours), place.filter(ours)
-        order = np.lexsort((calls["sequence"].to_numpy(), place.to_numpy()))
-        return cls(rollouts=tuple(rollouts), calls=calls.take(order).combine_chunks())
+        return cls(
+            rollouts=tuple(rollouts),
+            calls=_ordered(calls, names),
+            answers=None if answers is None else _ordered(answers, names),
+        )
 
     def ints(self, name: str) -> Ints:
         """[N] a column of integers."""
@@ -172,3 +188,12 @@ class Piece:
     def call_id(self, call: int) -> UUID:
         """The id of one call."""
         return UUID(bytes=self.column("call_id")[call].as_py())
+
+
+def _ordered(lines: pa.Table, rollout_ids: pa.Array) -> pa.Table:
+    """The lines of these rollouts, by rollout, then by sequence."""
+    place = pc.index_in(lines["rollout_id"], rollout_ids)
+    ours = pc.is_valid(place)
+    if not pc.all(ours, min_count=0).as_py():
+        lines, place = lines.filter(ours), place.filter(ours)
+    return lines.take(np.lexsort((lines["sequence"].to_numpy(), place.to_numpy()))).combine_chunks()

@@ -200,7 +200,7 @@ def _chains(
     reader: Reader, found: Contents, position: Position, selection: Selection
 ) -> Iterator[tuple[Piece, Selected, Chains, list[Refusal]]]:
     """Each piece of the log, what is selected of it, its checked chains and the rollouts refused so far."""
-    for piece in source.pieces(reader, found, position, calls=_CALLS_AT_ONCE):
+    for piece in source.pieces(reader, found, position, calls=_CALLS_AT_ONCE, answers=selection.reads_answers):
         selected = select(selection, piece)
         chains, refused = chain.check(piece, selected.counts, walk.paths(piece, selected.counts))
         for place, answer in selected.not_selectable.items():

@@ -8,6 +8,7 @@ Rules:
 - `completed` 1: every completed call, except a retry that a later sibling supersedes. Siblings are calls of the same
   parent (roots: of the same rollout), the same request and the same choice; an earlier one is superseded unless a
   completed call continues it, for then the harness used its answer.
+- `output` 1: the calls whose answers the harness's output holds, see `replay.output`.
 - `declared` 1: the calls whose call id or response id the latest outcome lists. An id that names no completed call, or
   a response id that names several choices, refuses the rollout: nothing is guessed.
 
@@ -24,11 +25,13 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 
+from replay import output
 from replay.errors import UnknownRule
 from replay.piece import Flags, Piece, Rollout, flags
 from replay.queries import query
+from store.log import traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,11 @@ class Selection:
         if (self.rule, self.version) not in _RULES:
             raise UnknownRule(self.rule, self.version, (f"{rule} {version}" for rule, version in _RULES))
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the rule compares what calls answered, so that a piece must hold it."""
+        return self.rule == "output"
+
     def as_json(self) -> dict[str, JsonValue]:
         """The selection as a JSON object, the same for equal selections."""
         return {"rule": self.rule, "version": self.version, "excluded_roles": [*sorted(self.excluded_roles)]}
@@ -58,7 +66,7 @@ class NotSelectable:
     """Why the rule cannot say what counts in a rollout."""
 
     reason: str
-    """`nothing_declared`, `accepted_unknown` or `accepted_ambiguous`."""
+    """`nothing_declared`, `accepted_unknown`, `accepted_ambiguous`, or one of `replay.output.Unmatched`."""
     detail: str
 
 
@@ -69,7 +77,8 @@ class Selected:
     counts: Flags  # [N]
     """Whether each call counts; none of a rollout that is not selectable does."""
     left_out: Mapping[str, int]
-    """How many completed calls were not selected, by reason: `superseded`, `not_accepted`, `excluded_role`."""
+    """How many completed calls were not selected, by reason: `superseded`, `not_accepted`, `not_in_output`,
+    `excluded_role`."""
     not_selectable: Mapping[int, NotSelectable]
     """By the place of the rollout in the piece."""
 
@@ -156,10 +165,54 @@ def _accepted(rollout: Rollout, names: Mapping[str, list[int]]) -> list[int] | N
     return accepted
 
 
+def _output(piece: Piece, counts: Flags) -> dict[int, NotSelectable]:
+    refused: dict[int, NotSelectable] = {}
+    for place, rollout in enumerate(piece.rollouts):
+        low, high = int(piece.first[place]), int(piece.first[place + 1])
+        calls, given = _answered(piece, low, high)
+        found = output.match(rollout.output, calls, given=given)
+        if isinstance(found, output.Unmatched):
+            refused[place] = NotSelectable(reason=found.reason, detail=found.detail)
+        else:
+            counts[low:high] = False
+            counts[[low + number - 1 for number in found.numbers]] = True
+    return refused
+
+
+def _answered(piece: Piece, low: int, high: int) -> tuple[list[output.Answered], list[bytes]]:
+    """What a rollout's calls answered, and what stood in the request of the first as the model's."""
+    if piece.answers is None:
+        raise ValueError("the piece was read without what its calls answered: read it for this selection")
+    lines = piece.answers.slice(low, high - low).to_pylist()
+    narrow = piece.calls.select(["call_id", "parent_id", "response_id"]).slice(low, high - low).to_pylist()
+    calls = [
+        output.Answered(
+            number=number,
+            call_id=UUID(bytes=facts["call_id"]),
+            parent_id=facts["parent_id"] and UUID(bytes=facts["parent_id"]),
+            response_id=facts["response_id"],
+            answer_item_ids=_NAMES.validate_json(line["answer_item_ids"]),
+            answer_roles=_NAMES.validate_json(line["answer_roles"]),
+            answer_digests=line["answer_digests"],
+            answer_key=line["answer_key"],
+            reasoning_digest=line["reasoning_digest"],
+            hash_version=line["hash_version"],
+        )
+        for number, (facts, line) in enumerate(zip(narrow, lines, strict=True), start=1)
+    ]
+    if not lines:
+        return calls, []
+    asked = traces(_NAMES.validate_json(lines[0]["request_roles"]), lines[0]["request_digests"])
+    return calls, [item.digest for item in asked if item.role in _MODEL_ROLES]
+
+
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
+_MODEL_ROLES = ("assistant", "reasoning", "tool_call", "hosted")
 _Rule = Callable[[Piece, Flags], dict[int, NotSelectable]]
 """Takes from `counts` the calls that do not count; returns the rollouts that it cannot answer for."""
 _RULES: Mapping[tuple[str, int], tuple[str, _Rule]] = {
     ("completed", 1): ("superseded", _completed),
     ("declared", 1): ("not_accepted", _declared),
+    ("output", 1): ("not_in_output", _output),
 }
 """By name and version: why the rule leaves a call out, and the rule."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pydantic import JsonValue, TypeAdapter
 
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
-from replay.piece import CALLS, Ints, Piece, Rollout
+from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
 from replay.reader import Payload, Reader
 from store import hashing
 
@@ -151,23 +151,28 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
     )
 
 
-def pieces(reader: Reader, found: Contents, position: Position, *, calls: int) -> Iterator[Piece]:
-    """The rollouts with their completed calls, in pieces of about so many calls."""
+def pieces(
+    reader: Reader, found: Contents, position: Position, *, calls: int, answers: bool = False
+) -> Iterator[Piece]:
+    """The rollouts with their completed calls, in pieces of about so many calls; with what these answered, if asked."""
     begun = np.cumsum(found.calls) - found.calls
     ends = np.flatnonzero(np.diff(begun // calls)) + 1
     for part in np.split(np.arange(len(found.rollouts)), ends):
-        rollouts = [found.rollouts[place] for place in part]
         wanted = part[found.calls[part] > 0]
-        if not len(wanted):
-            yield Piece.of(rollouts, CALLS.empty_table())
-            continue
-        low, high = int(found.low[wanted].min()), int(found.high[wanted].max())
-        if high - low < _DENSE * int(found.calls[wanted].sum()):
-            table = reader.table("calls_between", CALLS, low=low, high=high)
-        else:
-            listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
-            table = reader.table("calls_of", CALLS, only=listed, calls=position.calls)
-        yield Piece.of(rollouts, table)
+        narrow = _calls(reader, found, wanted, position, "calls", CALLS)
+        told = _calls(reader, found, wanted, position, "answers", ANSWERS) if answers else None
+        yield Piece.of([found.rollouts[place] for place in part], narrow, told)
+
+
+def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema) -> pa.Table:
+    """Columns of the calls of some rollouts, and of others that lie among them."""
+    if not len(wanted):
+        return schema.empty_table()
+    low, high = int(found.low[wanted].min()), int(found.high[wanted].max())
+    if high - low < _DENSE * int(found.calls[wanted].sum()):
+        return reader.table(f"{name}_between", schema, low=low, high=high)
+    listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
+    return reader.table(f"{name}_of", schema, only=listed, calls=position.calls)
 
 
 def payloads(reader: Reader, sequences: Ints) -> Iterator[Sequence[Payload]]:

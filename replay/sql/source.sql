@@ -67,6 +67,22 @@ select
 from model_call
 where sequence between :low and :high
 
+-- name: answers_between
+-- What completed calls were asked and answered, as digests of items, all that lie between two sequences.
+select
+  sequence,
+  rollout_id,
+  answer_key,
+  reasoning_digest,
+  hash_version,
+  answer_item_ids,
+  answer_roles,
+  answer_digests,
+  request_roles,
+  request_digests
+from model_call
+where sequence between :low and :high
+
 -- name: payloads_between
 -- Tokens and log-probabilities of completed calls, all that lie between two sequences.
 select

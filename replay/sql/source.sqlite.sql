@@ -62,6 +62,23 @@ from model_call
 where rollout_id in (select value from json_each(:only))
   and sequence <= :calls
 
+-- name: answers_of
+-- What the completed calls of these rollouts were asked and answered, as digests of items.
+select
+  sequence,
+  rollout_id,
+  answer_key,
+  reasoning_digest,
+  hash_version,
+  answer_item_ids,
+  answer_roles,
+  answer_digests,
+  request_roles,
+  request_digests
+from model_call
+where rollout_id in (select value from json_each(:only))
+  and sequence <= :calls
+
 -- name: payloads_at
 -- Tokens and log-probabilities of the completed calls at these sequences.
 select

@@ -273,3 +273,32 @@ def test_long_prompts_are_stored_compressed_and_read_back(
     np.testing.assert_array_equal(row.token_ids, token_array(call.token_ids))
     with read(database) as connection:
         assert connection.scalar(text("select codec from model_call")) == 1
+
+
+def test_the_calls_that_an_output_holds_train(
+    database: Engine, remember: Remember, grow: Any, chain_maker: Any
+) -> None:
+    """Call 1, continued by 2 and, after its answer was rejected, by 3."""
+    calls = grow(chain_maker, [None, 0, 0])
+    outcome = scored("r1", 1.0).model_copy(update={"output": output_of(calls[0], calls[2])})
+    remember(database, [*calls, outcome, *grow(chain_maker, [None], rollout_id="r2"), scored("r2", 0.0)])
+    found = build(database, Selection(rule="output"))
+    assert numbers(found) == [("r1", (1, 3))]
+    assert found.left_out == {"not_in_output": 1}
+    assert found.refusals.by_reason() == {"no_output": 1}
+    alone = build(database, Selection(rule="output"), rollouts=["r1"])
+    assert alone.digest() == found.digest()
+
+
+def output_of(*calls: CallCompleted) -> Any:
+    """A harness's output of these calls' answers, as an outcome keeps it."""
+    pieces = [
+        {
+            "at": f"output[{at}]",
+            "roles": [item.role for item in call.answer_items],
+            "digests": [item.digest.hex() for item in call.answer_items],
+            "keys": [call.answer_key.hex()],
+        }
+        for at, call in enumerate(calls)
+    ]
+    return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "pieces": pieces}

@@ -110,7 +110,7 @@ def test_declared_may_accept_nothing(siblings: Any) -> None:
 
 
 def test_an_unknown_rule_or_version_is_refused_by_name() -> None:
-    with pytest.raises(UnknownRule, match=r"'completed' version 7: use one of completed 1, declared 1"):
+    with pytest.raises(UnknownRule, match=r"'completed' version 7: use one of completed 1, declared 1, output 1"):
         Selection(version=7)
 
 
