@@ -2,52 +2,77 @@
 
 Two questions, each with a run of its own, on the demo's tiny model:
 
-1. *wall*: 16 rollouts at once, each of 5, 50 or 200 turns, on the stock path and captured into SQLite and PostgreSQL,
-   in turn on one server per database. Only ratios of one row are to be read; the machine is noisy. The tiny model
-   answers in milliseconds, so what is added to a call weighs as much here as it ever can.
+1. *wall*: rollouts at once, each of 5, 50 or 200 turns, on the stock path and captured into SQLite or PostgreSQL, in
+   turn on one server. An *agent* answers 32 tokens and is told some 200 tokens of what its tool did; *short* answers 8
+   tokens and is told 20, so that nothing hides what a call costs. Only ratios of one row are to be read; the machine is
+   noisy. The tiny model answers in milliseconds, so what is added to a call weighs as much here as it ever can. Beside
+   the time stands the CPU time of the server's processes per call, which other work on the machine disturbs less.
 2. *own*: the CPU time (all threads) of one call at turn 5, 50, 200 and 500, with vLLM's real renderer and tokenizer and
    an engine that answers at once. Reading and hashing the request itself, which grows with what the harness sends, is
    told apart from all the rest: decision, splice, event and both commits.
 
-Run it with `make bench`, or `python benchmarks/serving.py wall|own` for one of the two.
+Run it with `make bench`, or name what is wanted: `python benchmarks/serving.py own`, `... wall agent 50 sqlite`. What
+is measured replaces those figures in the file beside this script and leaves the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 
 from store import migrate
 from store.database import open_database
 from turnlog.demo.model import build_model
-from turnlog.demo.server import ENVIRONMENT, NAME, start_server
+from turnlog.demo.server import ENVIRONMENT, NAME, RunningServer, start_server
 
-ROLLOUTS = 16
 TURNS = (5, 50, 200)
-SAMPLED = 48
-"""Tokens an answer has; agents' answers are longer, which would hide more of what capturing costs."""
+REPEATED = {5: 5}
+"""Runs whose median counts, where one is short enough for chance to matter."""
+LOGS = ("sqlite", "postgresql")
 POINTS = (5, 50, 200, 500)
-REPEATS = 20
+REPEATS = 40
+CONTEXT = 65536
+"""Tokens; four times what the demo's model says of itself, which is as good at it as at any other length."""
 SAID = "Go on, and say what comes next in this story of ours, please."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one turn is."""
+
+    sampled: int
+    said: int
+    """Lines of what the agent is told, about 20 tokens each."""
+    rollouts: int = 16
+    rollouts_of_200: int = 16
+    """At 200 turns stock vLLM spends most of a run on its tokenizer: fewer, or one figure takes many minutes."""
+
+
+CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(sampled=32, said=10, rollouts_of_200=4)}
 
 
 def main() -> None:
     """Measure, print and keep the figures beside this script."""
-    wanted = sys.argv[1:] or ["own", "wall"]
+    words = set(sys.argv[1:])
+    wanted = words & {"own", "wall"} or {"own", "wall"}
     kept = Path(__file__).with_suffix(".json")
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
@@ -56,73 +81,120 @@ def main() -> None:
         folder = Path(scratch)
         model = build_model(folder / "model")
         if "own" in wanted:
-            found["own"] = asyncio.run(own(model, folder))
+            import uvloop  # as vLLM's own server runs
+
+            found["own"] = uvloop.run(own(model, folder))
         if "wall" in wanted:
-            found["wall"] = wall(model, folder)
+            rows = {(row["case"], row["log"], row["turns"]): row for row in found.get("wall", [])}
+            for row in wall(model, folder, words):
+                rows[row["case"], row["log"], row["turns"]] = row
+                found["wall"] = [rows[key] for key in sorted(rows)]
+                kept.write_text(json.dumps(found, indent=1) + "\n")
     kept.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def wall(model: Path, folder: Path) -> list[dict[str, Any]]:
-    """Seconds for all turns of all rollouts, stock and captured, by database."""
-    rows: list[dict[str, Any]] = []
-    for name, url in databases(folder):
-        database = open_database(url)
-        migrate.upgrade(database)
-        database.dispose()
-        server = start_server(
-            model,
-            url=url,
-            log=folder / f"{name}.log",
-            flags=("--max-model-len", "32768", "--kv-cache-memory-bytes", str(2**30)),
-            environment={"TURNLOG_MEDIA": str(folder / "media")},
-        )
-        try:
-            asyncio.run(everyone(server.address, 2, captured=True, name="warm"))
-            for turns in TURNS:
-                times: dict[bool, float] = {}
-                for captured in (False, True):
-                    began = time.monotonic()
-                    asyncio.run(everyone(server.address, turns, captured=captured, name=f"t{turns}"))
-                    times[captured] = time.monotonic() - began
-                row = {
-                    "log": name,
-                    "turns": turns,
-                    "stock_s": round(times[False], 2),
-                    "captured_s": round(times[True], 2),
-                    "ratio": round(times[True] / times[False], 3),
-                }
-                print(row, flush=True)
-                rows.append(row)
-        finally:
-            server.stop()
-    return rows
+def wall(model: Path, folder: Path, words: set[str]) -> Iterator[dict[str, Any]]:
+    """Seconds for all turns of all rollouts, stock and captured, by case, turns and database."""
+    for log in LOGS if words.isdisjoint(LOGS) else words.intersection(LOGS):
+        with serving(model, folder, log) as server:
+            everyone(server, Case(sampled=8, said=1), 3, captured=True, name="warm")
+            everyone(server, Case(sampled=8, said=1), 3, captured=False, name="warm")
+            for name in CASES if words.isdisjoint(CASES) else words.intersection(CASES):
+                for turns in (each for each in TURNS if words.isdisjoint(map(str, TURNS)) or str(each) in words):
+                    row = {"case": name, "log": log, "turns": turns, **compare(server, CASES[name], turns)}
+                    print(row, flush=True)
+                    yield row
 
 
-async def everyone(address: str, turns: int, *, captured: bool, name: str) -> None:
+def compare(server: RunningServer, case: Case, turns: int) -> dict[str, Any]:
+    """Both paths in turn, which one goes first changing; medians of time and CPU time."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    work: dict[bool, list[float]] = {False: [], True: []}
+    calls = turns * (case.rollouts if turns < 200 else case.rollouts_of_200)
+    for repeat in range(REPEATED.get(turns, 1)):
+        for captured in (False, True) if repeat % 2 == 0 else (True, False):
+            worked, began = cpu_seconds(server), time.monotonic()
+            everyone(server, case, turns, captured=captured, name=f"{turns}-{repeat}")
+            times[captured].append(time.monotonic() - began)
+            work[captured].append(1000 * (cpu_seconds(server) - worked) / calls)
+    stock, captured_s = statistics.median(times[False]), statistics.median(times[True])
+    return {
+        "rollouts": calls // turns,
+        "repeats": len(times[True]),
+        "stock_s": round(stock, 2),
+        "captured_s": round(captured_s, 2),
+        "ratio": round(captured_s / stock, 3),
+        "stock_cpu_ms": round(statistics.median(work[False]), 1),
+        "captured_cpu_ms": round(statistics.median(work[True]), 1),
+    }
+
+
+def cpu_seconds(server: RunningServer) -> float:
+    """CPU time that the server's processes have taken since they started."""
+    first = psutil.Process(server.process.pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (first, *first.children(recursive=True)))
+
+
+def everyone(server: RunningServer, case: Case, turns: int, *, captured: bool, name: str) -> None:
     """All rollouts at once, each on a connection of its own."""
-    async with httpx.AsyncClient(base_url=address, timeout=300) as client:
-        await asyncio.gather(*(rollout(client, turns, i, captured=captured, name=name) for i in range(ROLLOUTS)))
+    rollouts = case.rollouts if turns < 200 else case.rollouts_of_200
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server.address, timeout=300) as client:
+            # The text differs by rollout, so that no two share a cached prefix.
+            told = [f"{name}-{case.sampled}-{captured:d}-{number}" for number in range(rollouts)]
+            await asyncio.gather(*(rollout(client, case, turns, each, captured=captured) for each in told))
+
+    asyncio.run(run())
 
 
-async def rollout(client: httpx.AsyncClient, turns: int, number: int, *, captured: bool, name: str) -> None:
-    """One agent's turns; the text differs by rollout, so that no two share a cached prefix."""
-    base = f"/rollouts/{name}-{number}" if captured else ""
-    messages: list[dict[str, str]] = [
-        {"role": "user", "content": f"This is story {number} of {name}, {captured}. {SAID}"}
-    ]
+async def rollout(client: httpx.AsyncClient, case: Case, turns: int, name: str, *, captured: bool) -> None:
+    """One agent's turns."""
+    base = f"/rollouts/{name}" if captured else ""
+    messages: list[dict[str, str]] = [{"role": "user", "content": f"This is story {name}. {SAID}"}]
     for turn in range(turns):
         body = {
             "model": NAME,
             "messages": messages,
-            "max_tokens": SAMPLED,
-            "seed": turn,
+            "max_tokens": case.sampled,
             "ignore_eos": True,
             "chat_template_kwargs": {"enable_thinking": False},
         }
         answer = await client.post(f"{base}/v1/chat/completions", json=body)
         answer.raise_for_status()
         content = answer.json()["choices"][0]["message"]["content"] or ""
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": SAID}]
+        lines = [f"src/module_{turn}.py:{10 * line}: in step {line}, {SAID}" for line in range(case.said)]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "\n".join(lines)}]
+
+
+@contextmanager
+def serving(model: Path, folder: Path, log: str) -> Iterator[RunningServer]:
+    """The demo's server, writing to a fresh database of that kind."""
+    with postgres() if log == "postgresql" else sqlite(folder) as url:
+        database = open_database(url)
+        migrate.upgrade(database)
+        database.dispose()
+        server = start_server(
+            model,
+            url=url,
+            log=folder / f"{log}.log",
+            flags=(
+                *("--max-model-len", str(CONTEXT)),
+                *("--hf-overrides", json.dumps({"max_position_embeddings": CONTEXT})),
+                *("--kv-cache-memory-bytes", str(2**30)),
+            ),
+            environment={"TURNLOG_MEDIA": str(folder / "media")},
+        )
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def sqlite(folder: Path) -> Iterator[str]:
+    """URL of a SQLite file."""
+    yield f"sqlite:///{folder}/wall.db"
 
 
 @contextmanager
@@ -138,13 +210,6 @@ def postgres() -> Iterator[str]:
         server.cleanup()
 
 
-def databases(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and URL of a fresh database of each kind."""
-    yield "sqlite", f"sqlite:///{folder}/wall.db"
-    with postgres() as url:
-        yield "postgresql", url
-
-
 async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     """CPU milliseconds of one captured call by turn, split into reading the request and all the rest."""
     os.environ |= ENVIRONMENT
@@ -154,8 +219,8 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     from vllm.renderers.registry import renderer_from_config
 
     from engine import decide
+    from engine import gateway as front
     from engine.call import CURRENT
-    from engine.gateway import Gateway
     from engine.journal import Journal
     from engine.worker import Worker
 
@@ -167,6 +232,7 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     migrate.upgrade(database)
     journal = Journal(database, worker="bench")
     await Worker(engine, journal, reasoning="strict").install()
+    gc.freeze()  # as vLLM's server does when it has started
     reading = Clock()
     messages: list[dict[str, str]] = [{"role": "user", "content": f"This is a story. {SAID}"}]
 
@@ -179,8 +245,9 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    gateway = Gateway(app, journal=journal)
+    gateway = front.Gateway(app, journal=journal)
     gateway._call = reading.timed(gateway._call)  # type: ignore[method-assign]
+    front._request_of = reading.timed(front._request_of)
     decide.candidate_keys = reading.timed(decide.candidate_keys)
     rows: list[dict[str, Any]] = []
     for turn in range(1, max(POINTS) + 1):
