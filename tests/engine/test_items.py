@@ -449,3 +449,20 @@ def test_the_canonical_form_does_not_change_without_a_new_version() -> None:
         hashing.request_hash(b"", digests).hex() == "255cf7a5e0374ccfca9671c70ae7a8e1f334b779f8676da34bc81bae8d34a05f"
     )
     assert answer_key(items[2:5]).hex() == "438abfbd0d43d39ca74ca53a22a5050661e4c7d78ea73793a183d077a1cb191c"
+
+
+def test_what_is_remembered_of_an_item_is_the_item_that_would_be_made_anew() -> None:
+    short, long = "x" * 2000, "x" * 2001
+    for text in (short, long):
+        message = Item.message("user", [text])
+        assert message.digest == hashing.item_digest(
+            hashing.canonical_json({"kind": "message", "role": "user", "parts": [{"text": text}]})
+        )
+        assert Item.message("user", [text], item_id="msg_1").item_id == "msg_1"
+        assert Item.message("user", [text]).item_id is None
+        assert Item.message("user", [text], attributes={"name": "ann"}).digest != message.digest
+        result, failed = (Item.tool_result("c1", [text], is_error=failed) for failed in (False, True))
+        assert len({message.digest, result.digest, failed.digest, Item.tool_result("c2", [text]).digest}) == 4
+        arguments = f'{{"b": 1, "a": "{text}"}}'
+        call = Item.tool_call("c1", "add", arguments, item_id="fc_1")
+        assert (call.digest, call.item_id) == (Item.tool_call("c1", "add", {"a": text, "b": 1}).digest, "fc_1")

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from sqlalchemy import Engine, select, text
+from sqlalchemy.event import listen
 
 from store import codec, hashing, lineage, log, schema
 from store.database import read, write
-from store.errors import BrokenLink, DamagedArray, EventConflict, UnknownCodec
+from store.errors import BrokenLink, DamagedArray, EventConflict, LogUnavailable, UnknownCodec
 from store.events import (
     CallAdmitted,
     CallCompleted,
@@ -253,6 +254,47 @@ def test_an_implicit_opening_is_satisfied_by_any_other(database):
         assert log.rollouts(connection) == [opened(), RolloutOpened(rollout_id="r2", opened_at=101)]
     with pytest.raises(EventConflict):
         append(database, opened(rollout_id="r2"))
+
+
+def test_an_implicit_opening_in_one_batch_with_any_other_changes_nothing(database):
+    append(
+        database, opened(), RolloutOpened(rollout_id="r1", opened_at=99), RolloutOpened(rollout_id="r1", opened_at=1)
+    )
+    with read(database) as connection:
+        assert log.rollouts(connection) == [opened()]
+    with pytest.raises(EventConflict, match="rollout_opened r2 is already in the log with other content"):
+        append(database, RolloutOpened(rollout_id="r2", opened_at=99), opened(rollout_id="r2"))
+    assert count(database, "rollout") == 1
+
+
+def test_a_known_parent_is_not_looked_up_and_still_checked(database, chain_maker):
+    root, call = chain_maker([(20, 10), (8, 5)])
+    append(database, root)
+    asked: list[str] = []
+    listen(database, "before_cursor_execute", lambda *what: asked.append(what[2]))
+    known = {root.call_id: log.Tip.of(root)}
+    with pytest.raises(BrokenLink, match="has depth 0, the call 2"), write(database) as connection:
+        log.append(connection, [call.model_copy(update={"depth": 2})], known=known)
+    with write(database) as connection:
+        log.append(connection, [call], known=known)
+    assert not [words for words in asked if "model_call" in words]
+    assert stored_calls(database) == [root, call]
+
+
+def test_a_full_disk_is_an_unavailable_log_and_keeps_nothing(sqlite_database, chain_maker):
+    large = chain_maker([(20, 10)] * 400)
+
+    def append_to_a_full_disk() -> None:
+        with write(sqlite_database) as connection:
+            connection.exec_driver_sql("pragma max_page_count = 1")  # it cannot be less than there are
+            log.append(connection, large)
+
+    with pytest.raises(LogUnavailable, match="full"):
+        append_to_a_full_disk()
+    sqlite_database.dispose()
+    assert stored_calls(sqlite_database) == []
+    append(sqlite_database, *large)
+    assert stored_calls(sqlite_database) == large
 
 
 def test_implicit_openings_at_the_same_time_open_once(database):

@@ -110,6 +110,17 @@ def test_only_the_guilty_submission_fails(database, chain_maker):
         assert log.calls(connection, "r2") == []
 
 
+def test_a_call_that_was_not_committed_is_no_known_parent(database, chain_maker):
+    root, child, grandchild = chain_maker([(9, 3), (5, 2), (5, 2)])
+    with Writer(database) as writer:
+        failed = writer.submit([root, child.model_copy(update={"depth": 7})])
+        assert isinstance(failed.exception(20), BrokenLink)
+        assert isinstance(writer.submit([child]).exception(20), BrokenLink)
+        assert [writer.submit([call]).result(20) for call in (root, child, grandchild)] == [None] * 3
+    with read(database) as connection:
+        assert log.calls(connection, "r1") == [root, child, grandchild]
+
+
 def test_a_full_queue_blocks_whoever_submits(sqlite_database):
     with Writer(sqlite_database, capacity=2) as writer:
         submitted: list[int] = []
