@@ -105,5 +105,5 @@ def receipt(event: RolloutScored) -> dict[str, JsonValue]:
         "outcome_id": str(event.outcome_id),
         "rollout_id": event.rollout_id,
         "accepted": None if event.accepted is None else [*event.accepted],
-        "output": None if output is None else {"form": output["form"], "pieces": len(output["pieces"])},
+        "output": None if output is None else {"form": output["form"], "passages": len(output["passages"])},
     }

@@ -1,4 +1,4 @@
-"""A harness's ordinary output, read into the pieces that a model is said to have written.
+"""A harness's ordinary output, read into the passages that a model is said to have written.
 
 Knows the forms in which harnesses return what they did, and the dialects' items; does not know the log or which call
 wrote what: `replay.output` decides that. Law: nothing is skipped silently and nothing is guessed. What has no canonical
@@ -17,13 +17,13 @@ The forms of an output:
 
 An object may name its form: `messages`, `output`, `responses` or `response`; what else it says is not output.
 
-Of snapshots, each piece counts once. A piece of a later snapshot is one of an earlier when it has the same ids or, for
-want of ids, the same content, and stands behind those found before it; the others are new. So a harness may drop or
+Of snapshots, each passage counts once. A passage of a later snapshot is one of an earlier when it has the same ids or,
+for want of ids, the same content, and stands behind those found before it; the others are new. So a harness may drop or
 replace what is old: what it has shown once stays. What cannot be seen: an answer equal to an earlier one, without ids,
 in a snapshot that no longer shows the earlier one. It counts as that one.
 
 >>> found = read_output([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. "}])
->>> [(piece.at, piece.roles) for piece in found.output.pieces]
+>>> [(passage.at, passage.roles) for passage in found.output.passages]
 [('output[1]', ('assistant',))]
 >>> read_output(["chatcmpl-1", "chatcmpl-2"]).references
 ('chatcmpl-1', 'chatcmpl-2')
@@ -44,10 +44,10 @@ from engine.dialects.wire import Dialect, Fields, malformed, object_of, objects_
 from engine.errors import BadRequest, UnreadableAnswer
 from engine.items import Item, answer_key, reasoning_digest
 from store import hashing
-from store.output import Between, HarnessOutput, OutputForm, Piece
+from store.output import Between, HarnessOutput, OutputForm, Passage
 
 JOINED = 16
-"""Pieces of one answer whose text may have been cut or trimmed; longer answers are compared piece by piece."""
+"""Passages of one answer whose text may have been cut or trimmed; longer answers are compared passage by passage."""
 
 _NAMES = ("messages", "output", "responses", "response")
 _FORMS = (
@@ -61,7 +61,7 @@ _BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOutput:
-    """What an output says: pieces, or the calls it refers to, or both."""
+    """What an output says: passages, or the calls it refers to, or both."""
 
     output: HarnessOutput | None
     references: tuple[str, ...] | None
@@ -116,7 +116,7 @@ def _read(output: JsonValue) -> ReadOutput:
         form=form,
         source=source,
         references=references,
-        pieces=tuple(_pieces(entries)),
+        passages=tuple(_passages(entries)),
         after=_between(_tail(entries)),
     )
     return ReadOutput(output=kept, references=references)
@@ -276,7 +276,7 @@ def _with_last_id(entries: Sequence[_Entry], response_id: str) -> list[_Entry]:
 
 
 def _flattened(snapshots: Sequence[Sequence[_Entry]]) -> list[_Entry]:
-    """Every piece once, in the order in which the snapshots show it first."""
+    """Every passage once, in the order in which the snapshots show it first."""
     found: list[_Entry] = []
     places: defaultdict[tuple[str | bytes, ...], list[int]] = defaultdict(list)
     contents: dict[str, tuple[bytes, ...]] = {}
@@ -308,14 +308,14 @@ def _check_content(entry: _Entry, contents: dict[str, tuple[bytes, ...]]) -> Non
             raise BadRequest(f"{why}: send each item as it was answered", param=entry.at)
 
 
-def _pieces(entries: Sequence[_Entry]) -> Iterable[Piece]:
+def _passages(entries: Sequence[_Entry]) -> Iterable[Passage]:
     before: list[_Entry] = []
     for place, entry in enumerate(entries):
         if not entry.authored:
             before.append(entry)
             continue
         reasoning = reasoning_digest(entry.items)
-        yield Piece(
+        yield Passage(
             at=entry.at,
             roles=tuple(item.role for item in entry.items),
             digests=tuple(digest.hex() for digest in entry.digests),

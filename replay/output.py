@@ -1,20 +1,20 @@
 """Rule `output` 1: which calls wrote what a harness returned; whole calls only, and never a guess.
 
-Knows the pieces of an output and what the log holds of each call's answer; does not know wires, rows or databases.
+Knows the passages of an output and what the log holds of each call's answer; does not know wires, rows or databases.
 Law: an output is taken when there is exactly one way to read all of it as whole answers of completed calls, in the
 order of the log, each call once. What is not proven is refused, with the place, the ids and the calls in question.
 
 What is evidence:
 
-- *Content.* Pieces next to each other are a call's answer when their digests are those of its items, or when the
-  answer key is its key (white space around a text, or a text in several pieces, is then the same). Tool results may
-  stand between the pieces of an answer, nothing else. Reasoning may be absent; where it is there, it is the call's own.
+- *Content.* Passages next to each other are a call's answer when their digests are those of its items, or when the
+  answer key is its key (white space around a text, or a text in several passages, is then the same). Tool results may
+  stand between the passages of an answer, nothing else. Reasoning may be absent; if it is there, it is the call's own.
 - *Ids.* An item or response id that the log knows excludes every other call. One that the log does not know, as a proxy
   gives out, says nothing. Ids that the harness listed beside its output name all calls of it.
-- *Order.* Later pieces are answered by later calls; the last piece is therefore the last call that counts.
+- *Order.* Later passages are answered by later calls; the last passage is therefore the last call that counts.
 - *Ancestors.* A call that every reading has is certain. What it continues counts too, or its row could not be built:
   readings that leave an ancestor of a certain call out are none.
-- *Given.* Pieces in front that no call answered and that stood in the prompt of the rollout's first call, before
+- *Given.* Passages in front that no call answered and that stood in the prompt of the rollout's first call, before
   anything was answered, are examples or an earlier conversation. They are not the model's and do not count.
 
 One answer was rejected and sampled again, with the same words; the call that continues the second one tells which:
@@ -25,7 +25,7 @@ One answer was rejected and sampled again, with the same words; the call that co
 ...         answer_key=words * 32, reasoning_digest=None)
 >>> calls = [call(1, b"a"), call(2, b"a"), call(3, b"b", parent=2)]
 >>> def output(*words):
-...     return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "pieces": [
+...     return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "passages": [
 ...         {"at": f"output[{at}]", "roles": ["assistant"], "digests": [(w * 32).hex()], "keys": [(w * 32).hex()]}
 ...         for at, w in enumerate(words)]}
 >>> match(output(b"a", b"b"), calls).numbers
@@ -46,7 +46,7 @@ from pydantic import JsonValue, ValidationError
 from replay import readings
 from replay.readings import Reading
 from store import hashing
-from store.output import HarnessOutput, Piece
+from store.output import HarnessOutput, Passage
 
 _NAMED = 4
 """Calls that a refusal names at most, of each kind."""
@@ -117,7 +117,7 @@ def match(output: JsonValue, calls: Sequence[Answered], *, given: Iterable[bytes
     if read.hash_version != hashing.HASH_VERSION:
         why = f"its output was digested by version {read.hash_version} of the rules: post the outcome again"
         return Unmatched(reason="output_unreadable", detail=why)
-    if not read.pieces:
+    if not read.passages:
         why = f"its output holds nothing that a model writes: {_REMEDY}"
         return Unmatched(reason="output_empty", detail=why)
     return _Matching(read, calls).match(given)
@@ -125,7 +125,7 @@ def match(output: JsonValue, calls: Sequence[Answered], *, given: Iterable[bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A call's answer as pieces are compared with it."""
+    """A call's answer as passages are compared with it."""
 
     content: tuple[str, ...]
     """Digests of its items but for reasoning."""
@@ -156,7 +156,7 @@ class _Matching:
 
     def __init__(self, output: HarnessOutput, calls: Sequence[Answered]) -> None:
         self.references = output.references
-        self.pieces = output.pieces
+        self.passages = output.passages
         self.calls = calls
         self.index = {call.call_id: at for at, call in enumerate(calls)}
         self.of_item: defaultdict[str, set[int]] = defaultdict(set)
@@ -175,21 +175,23 @@ class _Matching:
         self.longest = max((len(call.answer_roles) for call in calls), default=0)
 
     def match(self, given: Iterable[bytes]) -> Matched | Unmatched:
-        found = [
-            [reading for reading in self.by_content(place) if self.ids_fit(reading)]
-            for place in range(len(self.pieces))
-        ]
-        start = self.behind_given(given, found)
         required: set[int] = set()
         if self.references is not None:
             named = self.referred(self.references)
             if isinstance(named, Unmatched):
                 return named
             required = named
-            found = [[reading for reading in here if reading.call in named] for here in found]
+        start = self.behind_given(given)
+        found: list[list[Reading]] = [[] for _ in self.passages]
+        reached = {start}
+        for place in range(start, len(self.passages)):
+            if place in reached:
+                here = self.readings(place)
+                found[place] = [reading for reading in here if self.references is None or reading.call in required]
+                reached.update(reading.end for reading in found[place])
         while True:
             possible = readings.possible(found, start, sorted(required))
-            if start == len(self.pieces) or not any(possible):
+            if start == len(self.passages) or not any(possible):
                 return self.stuck(found, start, required)
             certain = readings.certain(possible)
             gap = self.gap(certain, {reading.call for here in possible for reading in here})
@@ -202,21 +204,21 @@ class _Matching:
 
     def by_content(self, start: int) -> list[Reading]:
         """Every call whose whole answer begins here."""
-        first = self.pieces[start]
+        first = self.passages[start]
         found: set[Reading] = set()
         content: list[str] = []
         thoughts: list[str] = []
         trimmed: list[str] = []
         hosted: list[str] = []
-        last = min(start + max(self.longest, len(first.keys)), len(self.pieces))
+        last = min(start + max(self.longest, len(first.keys)), len(self.passages))
         for end in range(start + 1, last + 1):
-            piece = self.pieces[end - 1]
-            if end > start + 1 and not _continues(first, piece):
+            passage = self.passages[end - 1]
+            if end > start + 1 and not _continues(first, passage):
                 break
-            for role, digest in zip(piece.roles, piece.digests, strict=True):
+            for role, digest in zip(passage.roles, passage.digests, strict=True):
                 (thoughts if role == "reasoning" else content).append(digest)
                 hosted += [digest] if role == "hosted" else []
-            trimmed += [] if piece.reasoning is None else [piece.reasoning]
+            trimmed += [] if passage.reasoning is None else [passage.reasoning]
             same = {*self.of_content.get(tuple(content), ())}
             if end - start <= len(first.keys):
                 keyed = self.of_key.get(first.keys[end - start - 1], ())
@@ -224,25 +226,29 @@ class _Matching:
             found |= {Reading(start, end, at) for at in same if self.answers[at].thinks(tuple(thoughts), trimmed)}
         return sorted(found, key=lambda reading: (reading.end, reading.call))
 
-    def ids_fit(self, reading: Reading) -> bool:
-        """Whether no id of these pieces is that of another call."""
-        return all(
-            reading.call in known for piece in self.pieces[reading.start : reading.end] for known in self.known(piece)
-        )
+    def readings(self, start: int) -> list[Reading]:
+        """Those of them that the ids of these passages leave: none of another call."""
+        return [
+            reading
+            for reading in self.by_content(start)
+            if all(
+                reading.call in known for passage in self.passages[start : reading.end] for known in self.known(passage)
+            )
+        ]
 
-    def known(self, piece: Piece) -> list[set[int]]:
-        """For each id of this piece that the log knows, the calls that have it."""
-        found = [self.of_item.get(item_id) for item_id in piece.item_ids]
-        found += [] if piece.response_id is None else [self.of_response.get(piece.response_id)]
+    def known(self, passage: Passage) -> list[set[int]]:
+        """For each id of this passage that the log knows, the calls that have it."""
+        found = [self.of_item.get(item_id) for item_id in passage.item_ids]
+        found += [] if passage.response_id is None else [self.of_response.get(passage.response_id)]
         return [calls for calls in found if calls]
 
-    def behind_given(self, given: Iterable[bytes], found: Sequence[Sequence[Reading]]) -> int:
-        """How many pieces in front no call answered, and stood in the first call's prompt in this order."""
+    def behind_given(self, given: Iterable[bytes]) -> int:
+        """How many passages in front no call answered, and stood in the first call's prompt in this order."""
         rest = iter([digest.hex() for digest in given])
-        for place, piece in enumerate(self.pieces):
-            if found[place] or not piece.digests or not all(digest in rest for digest in piece.digests):
+        for place, passage in enumerate(self.passages):
+            if not passage.digests or self.readings(place) or not all(digest in rest for digest in passage.digests):
                 return place
-        return len(self.pieces)
+        return len(self.passages)
 
     def referred(self, references: Sequence[str]) -> set[int] | Unmatched:
         """The calls that were listed beside the output."""
@@ -285,7 +291,7 @@ class _Matching:
         """The one reading that is left; refuses at the first place that has two."""
         path: list[Reading] = []
         place = start
-        while place < len(self.pieces):
+        while place < len(self.passages):
             if len(possible[place]) > 1:
                 fits = self.shown(sorted({reading.call for reading in possible[place]}))
                 why = f"{self.place(place)} is the answer of {fits} alike, and neither ids nor a later call tell which"
@@ -295,13 +301,13 @@ class _Matching:
         return Matched(
             call_ids=tuple(self.calls[reading.call].call_id for reading in path),
             numbers=tuple(self.calls[reading.call].number for reading in path),
-            places=tuple(self.pieces[reading.start].at for reading in path),
-            given=tuple(piece.at for piece in self.pieces[:start]),
+            places=tuple(self.passages[reading.start].at for reading in path),
+            given=tuple(passage.at for passage in self.passages[:start]),
         )
 
     def stuck(self, found: Sequence[Sequence[Reading]], start: int, required: set[int]) -> Unmatched:
         """Why there is no reading: what stands at the first place that cannot be read on from."""
-        if start == len(self.pieces):
+        if start == len(self.passages):
             why = "all of its output that a model may have written stood in its first prompt"
             return Unmatched(reason="output_empty", detail=f"{why}: {_REMEDY}")
         reached = readings.forward(found, start, [])
@@ -314,13 +320,13 @@ class _Matching:
         return self.refusal(place, last=reached[place][0], fitting=bool(found[place]))
 
     def refusal(self, place: int, *, last: int, fitting: bool) -> Unmatched:
-        """What is wrong with the piece at this place, which should follow the call `last` (-1 for none)."""
-        piece = self.pieces[place]
+        """What is wrong with the passage at this place, which should follow the call `last` (-1 for none)."""
+        passage = self.passages[place]
         behind = range(last + 1, len(self.calls))
         expected = [at for at in behind if last >= 0 and self.calls[at].parent_id == self.calls[last].call_id]
         awaited = f"expected {self.shown(expected or behind[:1])}" if behind else "no call is left to expect"
         by_content = sorted({reading.call for reading in self.by_content(place)})
-        ids = sorted({call for calls in self.known(piece) for call in calls})
+        ids = sorted({call for calls in self.known(passage) for call in calls})
         if fitting:
             after = f" after {self.shown([last])}" if last >= 0 else ""
             reason, what = (
@@ -332,25 +338,25 @@ class _Matching:
             what = f"is the answer of {self.shown(by_content)}, but has ids of {self.shown(wrong)}"
         elif by_content:
             reason, what = "reference_missing", f"is the answer of {self.shown(by_content)}, to which nothing refers"
-        elif like := ids or self.alike(piece):
+        elif like := ids or self.alike(passage):
             reason, what = "output_edited", f"is not what {self.shown(like)} answered, whose ids or parts it has"
         else:
             reason, what = "output_unknown", "is the answer of no completed call"
         return Unmatched(reason=reason, detail=f"{self.place(place)} {what} ({awaited}): {_REMEDY}")
 
-    def alike(self, piece: Piece) -> list[int]:
-        """Calls that answered a part of this piece, or the same with other reasoning."""
-        parts = {*piece.digests}
+    def alike(self, passage: Passage) -> list[int]:
+        """Calls that answered a part of this passage, or the same with other reasoning."""
+        parts = {*passage.digests}
         return [
             at
             for at, answer in self.answers.items()
-            if not parts.isdisjoint((*answer.content, *answer.thoughts)) or answer.key in piece.keys
+            if not parts.isdisjoint((*answer.content, *answer.thoughts)) or answer.key in passage.keys
         ]
 
     def place(self, place: int) -> str:
-        piece = self.pieces[place]
-        ids = [*piece.item_ids, *piece.tool_call_ids, *filter(None, [piece.response_id])]
-        return f"{piece.at} ({', '.join(['+'.join(piece.roles) or 'empty', *ids[:_NAMED]])})"
+        passage = self.passages[place]
+        ids = [*passage.item_ids, *passage.tool_call_ids, *filter(None, [passage.response_id])]
+        return f"{passage.at} ({', '.join(['+'.join(passage.roles) or 'empty', *ids[:_NAMED]])})"
 
     def shown(self, calls: Sequence[int]) -> str:
         named = [f"{self.calls[at].number} ({self.calls[at].call_id})" for at in calls[:_NAMED]]
@@ -358,6 +364,6 @@ class _Matching:
         return f"call{'s' if len(calls) > 1 else ''} {', '.join(named)}{more}"
 
 
-def _continues(first: Piece, piece: Piece) -> bool:
-    """Whether this piece may belong to the answer that the first one begins."""
-    return not (first.whole or piece.whole) and all(between.role == "tool_result" for between in piece.before)
+def _continues(first: Passage, passage: Passage) -> bool:
+    """Whether this passage may belong to the answer that the first one begins."""
+    return not (first.whole or passage.whole) and all(between.role == "tool_result" for between in passage.before)

@@ -1,9 +1,9 @@
-"""Ways to read a sequence of pieces as answers of calls, each call once and in order: which there are, what all share.
+"""Ways to read passages as answers of calls, each call once and in order: which there are, and what all of them share.
 
-Knows places and the order of calls, as numbers; does not know what a piece or a call holds. Law: a reading of the whole
-covers every piece from its start exactly once, by calls that only rise, and has every call that is required.
+Knows places and the order of calls, as numbers; does not know what a passage or a call holds. Law: a reading of the
+whole covers every passage from its start exactly once, by calls that only rise, and has every call that is required.
 
-Two pieces that are equal, and calls 0, 1 and 2 that could each have written them:
+Two passages that are equal, and calls 0, 1 and 2 that could each have written them:
 
 >>> either = [[Reading(at, at + 1, call) for call in (0, 1, 2)] for at in (0, 1)]
 >>> [[reading.call for reading in here] for here in possible(either, 0, [])]
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Pieces [start, end) as the answer of one call, by its place in the order of calls."""
+    """Passages [start, end) as the answer of one call, by its place in the order of calls."""
 
     start: int
     end: int
@@ -70,7 +70,7 @@ def possible(found: Readings, start: int, required: Sequence[int]) -> list[list[
 def certain(kept: Readings) -> dict[int, int]:
     """Calls that every reading of the whole has, each with the place where it begins.
 
-    Every piece is covered once: a piece that one call alone can cover makes that call certain.
+    Every passage is covered once: a passage that one call alone can cover makes that call certain.
     """
     covering: list[dict[int, int]] = [{} for _ in kept]
     for here in kept:

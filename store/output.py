@@ -1,10 +1,10 @@
 """What a harness returned as its ordinary output, in the form in which an outcome keeps it.
 
-Knows the shape that the engine writes and replay reads; does not know wires, items or how pieces are matched to calls.
-Law: content is kept by digest only, made by the rules by which the log digests the answers of its calls, so that equal
+Knows the shape that the engine writes and replay reads; does not know wires, items or which call wrote what. Law:
+content is kept by digest only, made by the rules by which the log digests the answers of its calls, so that equal
 digests mean equal content; a change of the shape is a new version.
 
-A piece is what a model is said to have written in one item or message of a wire. A call's answer is one piece or
+A passage is what a model is said to have written in one item or message of a wire. A call's answer is one passage or
 several that follow one another: a text and two tool calls are one chat message, but three items of Responses.
 """
 
@@ -33,7 +33,7 @@ class Between(_Shape):
     digest: HexDigest
 
 
-class Piece(_Shape):
+class Passage(_Shape):
     """One item or message that a model is said to have written."""
 
     at: str
@@ -42,7 +42,7 @@ class Piece(_Shape):
     digests: tuple[HexDigest, ...]
     """Of its canonical items, as the log has those of a call's answer."""
     keys: tuple[HexDigest, ...]
-    """The answer key of this piece alone, of it and the next, ...: as far as no other item stands between."""
+    """The answer key of this passage alone, of it and the next, ...: as far as no other item stands between."""
     reasoning: HexDigest | None = None
     """Digest of the trimmed reasoning in it, if there is any."""
     item_ids: tuple[str, ...] = ()
@@ -52,11 +52,11 @@ class Piece(_Shape):
     whole: bool = False
     """It is a whole response, so a call answered this and no more."""
     before: tuple[Between, ...] = ()
-    """What stands between the piece before and this one."""
+    """What stands between the passage before and this one."""
 
 
 class HarnessOutput(_Shape):
-    """The model's part of a harness's output, in order, and what a person needs to find each piece again."""
+    """The model's part of a harness's output, in order, and what a person needs to find each passage again."""
 
     version: Literal[1]
     hash_version: Count
@@ -65,7 +65,7 @@ class HarnessOutput(_Shape):
     """Digest of all that was posted: the text itself is not kept."""
     references: tuple[str, ...] | None = None
     """Call or response ids that came with it, in order."""
-    pieces: tuple[Piece, ...]
+    passages: tuple[Passage, ...]
     after: tuple[Between, ...] = ()
 
     def as_json(self) -> JsonValue:

@@ -50,29 +50,29 @@ def event(**fields: Any) -> RolloutScored:
 # What is kept of an output
 
 
-def test_a_piece_has_the_digests_and_the_key_that_the_log_has_of_such_an_answer() -> None:
+def test_a_passage_has_the_digests_and_the_key_that_the_log_has_of_such_an_answer() -> None:
     call = Item.tool_call("c1", "look", {"at": 1})
     spoken = Item.message("assistant", ["Well. "])
     asked = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1.0}'}}
-    (piece,) = kept([user(), said("Well. ", tool_calls=[asked])]).pieces
-    assert piece.roles == ("assistant", "tool_call")
-    assert piece.digests == (spoken.digest.hex(), call.digest.hex())
-    assert piece.keys == (answer_key([spoken, call]).hex(),)
-    assert piece.tool_call_ids == ("c1",)
-    assert [between.role for between in piece.before] == ["user"]
+    (passage,) = kept([user(), said("Well. ", tool_calls=[asked])]).passages
+    assert passage.roles == ("assistant", "tool_call")
+    assert passage.digests == (spoken.digest.hex(), call.digest.hex())
+    assert passage.keys == (answer_key([spoken, call]).hex(),)
+    assert passage.tool_call_ids == ("c1",)
+    assert [between.role for between in passage.before] == ["user"]
 
 
-def test_pieces_that_follow_one_another_have_the_keys_of_all_they_may_make_together() -> None:
+def test_passages_that_follow_one_another_have_the_keys_of_all_they_may_make_together() -> None:
     texts = [Item.message("assistant", [words]) for words in ("a", "b", "c")]
     output = kept([message("a"), message("b"), user(), message("c")])
-    assert [piece.keys for piece in output.pieces] == [
+    assert [passage.keys for passage in output.passages] == [
         (answer_key(texts[:1]).hex(), answer_key(texts[:2]).hex()),
         (answer_key(texts[1:2]).hex(),),
         (answer_key(texts[2:]).hex(),),
     ]
 
 
-def test_what_stands_behind_the_last_piece_is_kept_too() -> None:
+def test_what_stands_behind_the_last_passage_is_kept_too() -> None:
     output = kept([said("a"), user("b")])
     assert [between.digest for between in output.after] == [Item.message("user", ["b"]).digest.hex()]
 
@@ -98,7 +98,7 @@ def test_what_stands_behind_the_last_piece_is_kept_too() -> None:
 )
 def test_each_form_is_known_by_its_looks(output: Any, form: str, places: list[str]) -> None:
     found = kept(output)
-    assert (found.form, [piece.at for piece in found.pieces]) == (form, places)
+    assert (found.form, [passage.at for passage in found.passages]) == (form, places)
 
 
 def test_a_function_call_output_with_parts_is_no_response() -> None:
@@ -106,11 +106,11 @@ def test_a_function_call_output_with_parts_is_no_response() -> None:
     assert kept([result, message("a")]).form == "items"
 
 
-def test_reasoning_that_says_nothing_is_no_piece_unless_it_is_all_there_is() -> None:
+def test_reasoning_that_says_nothing_is_no_passage_unless_it_is_all_there_is() -> None:
     blank = {"type": "reasoning", "summary": []}
-    assert [piece.roles for piece in kept([blank, message("a")]).pieces] == [("assistant",)]
-    (piece,) = kept([user(), blank]).pieces
-    assert (piece.roles, piece.keys) == (("assistant",), (answer_key([]).hex(),))
+    assert [passage.roles for passage in kept([blank, message("a")]).passages] == [("assistant",)]
+    (passage,) = kept([user(), blank]).passages
+    assert (passage.roles, passage.keys) == (("assistant",), (answer_key([]).hex(),))
 
 
 def test_an_output_is_kept_by_digest_only_and_small() -> None:
@@ -203,9 +203,9 @@ def test_an_output_that_nests_too_deep_is_refused(depth: int, around: str, words
 
 
 @pytest.mark.parametrize("kind", ["computer_call", "mcp_call", "image_generation_call", "shell_call"])
-def test_what_a_servers_own_tool_did_is_a_piece_that_only_its_equal_matches(kind: str) -> None:
-    (piece,) = kept([{"type": kind, "id": "h1"}]).pieces
-    assert (piece.roles, piece.item_ids) == (("hosted",), ("h1",))
+def test_what_a_servers_own_tool_did_is_a_passage_that_only_its_equal_matches(kind: str) -> None:
+    (passage,) = kept([{"type": kind, "id": "h1"}]).passages
+    assert (passage.roles, passage.item_ids) == (("hosted",), ("h1",))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_receipt_says_what_was_read() -> None:
         "outcome_id": str(ONE),
         "rollout_id": "r1",
         "accepted": None,
-        "output": {"form": "chat", "pieces": 1},
+        "output": {"form": "chat", "passages": 1},
     }
     assert receipt(event(output=["a"]))["accepted"] == ["a"]
 
@@ -295,7 +295,7 @@ def test_a_posted_conversation_is_matched_to_the_calls_that_wrote_it(server: Any
     messages = talk(server, rollout)
     posted = post(server, rollout, output=messages)
     assert posted.status_code == 201
-    assert posted.json()["output"] == {"form": "chat", "pieces": 3}
+    assert posted.json()["output"] == {"form": "chat", "passages": 3}
     calls, outcomes = in_log(server, rollout)
     known = [answered(number, call) for number, call in enumerate(calls, start=1)]
     found = match(outcomes[-1].output, known)
@@ -334,9 +334,11 @@ def test_thoughts_and_ids_of_other_dialects_are_those_of_the_log(server: Any, di
         found = match(outcomes[-1].output, [answered(number, call) for number, call in enumerate(calls, start=1)])
         assert isinstance(found, Matched), found
         assert found.numbers == (1, 2)
-        pieces = HarnessOutput.model_validate(outcomes[-1].output).pieces
+        passages = HarnessOutput.model_validate(outcomes[-1].output).passages
         known = {item_id for call in calls for item_id in call.answer_item_ids} | {call.response_id for call in calls}
-        assert {item_id for piece in pieces for item_id in (*piece.item_ids, piece.response_id)} <= known | {None}
+        assert {item_id for passage in passages for item_id in (*passage.item_ids, passage.response_id)} <= known | {
+            None
+        }
 
 
 def test_a_bad_outcome_is_answered_in_the_servers_error_shape_and_leaves_nothing(server: Any) -> None:

@@ -612,21 +612,21 @@ def brute_force(found: Sequence[Sequence[Reading]], start: int, required: Sequen
 @drawn(st.integers(0, 2**32))
 def test_possible_and_certain_readings_are_those_of_all_ways(seed: int) -> None:
     source = random.Random(seed)
-    pieces, calls = source.randint(1, 6), source.randint(1, 6)
+    passages, calls = source.randint(1, 6), source.randint(1, 6)
     found = [
         sorted(
             {
                 Reading(start, end, number)
-                for start, end in combinations_with_replacement(range(pieces + 1), 2)
+                for start, end in combinations_with_replacement(range(passages + 1), 2)
                 if start == place and start < end <= start + 2
                 for number in range(calls)
                 if source.random() < 0.5
             },
             key=lambda reading: (reading.end, reading.call),
         )
-        for place in range(pieces)
+        for place in range(passages)
     ]
-    start = source.randint(0, pieces - 1)
+    start = source.randint(0, passages - 1)
     required = sorted(source.sample(range(calls), source.randint(0, min(2, calls))))
     ways = brute_force(found, start, required)
     kept_readings = readings.possible(found, start, required)

@@ -50,7 +50,7 @@ def test_an_outcome_is_what_the_server_would_have_appended(
         "outcome_id": TWO,
         "rollout_id": "r1",
         "accepted": None,
-        "output": {"form": "chat", "pieces": 1},
+        "output": {"form": "chat", "passages": 1},
     }
     (found,) = outcomes(sqlite_database)
     body = Outcome.model_validate(
@@ -146,4 +146,4 @@ def test_every_example_of_the_page_is_an_outcome_of_the_form_it_says() -> None:
             assert (event.accepted, event.output) == (("chatcmpl-1", "chatcmpl-2"), None)
         else:
             found = HarnessOutput.model_validate(event.output)
-            assert (found.form, len(found.pieces) > 0) == (form, True)
+            assert (found.form, len(found.passages) > 0) == (form, True)
