@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TypeVar
 from uuid import UUID
@@ -37,6 +37,8 @@ _CACHED_TOKENS = 16_000_000
 """Tokens of recent chains kept in memory: 64 MB as int32."""
 _OPEN_KEPT = 100_000
 """Rollouts remembered as open; beyond that all are forgotten, which costs one statement each."""
+_READERS = 4
+"""Threads that look up: with the writer they use the connections that a pool keeps, and none is opened for one call."""
 _IN_FLIGHT = 512
 """Appends waiting for their commit at once; beyond that, calls wait for their turn."""
 
@@ -48,6 +50,7 @@ class Journal:
         self.database = database
         self.worker = worker
         self._writer = GroupCommit(database, capacity=2 * _IN_FLIGHT)
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="turnlog-reader")
         self._writer_id = self.new_id()
         self._writer_seq = 0
         self._turns = asyncio.Semaphore(_IN_FLIGHT)
@@ -134,7 +137,7 @@ class Journal:
                 return question(connection)
 
         try:
-            return await asyncio.to_thread(ask)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, ask)
         except LogError as error:
             raise LogDown(str(error)) from error
 
@@ -159,6 +162,7 @@ class Journal:
     def close(self) -> None:
         """Write what is queued, then stop."""
         self._writer.close()
+        self._readers.shutdown()
 
 
 def _report(done: Future[None]) -> None:
