@@ -1,9 +1,9 @@
-"""A log of a given size, made without a model: what `replay.py` measures on.
+"""A log of a given size, made without a model: what `rows.py` measures on.
 
-Rollouts of `calls` calls whose context is rewritten once, in the middle; the events of 256 live rollouts interleave. Token
-ids are drawn from a text-like distribution (slices of a corpus with Zipf's frequencies and repeated phrases), chain hashes
-and lengths are right, and everything is written through the drivers, past the checks of `store.log`, since two million
-events would take minutes. Event digests are random: replay puts them into row ids and checks them nowhere.
+Rollouts of `calls` calls whose context is rewritten once, in the middle; the events of 256 live rollouts interleave.
+Token ids are drawn from a text-like distribution (slices of a corpus with Zipf's frequencies and repeated phrases), chain
+hashes and lengths are right, and everything is written through the drivers, past the checks of `store.log`, since two
+million events would take half an hour. Event digests are random: replay puts them into row ids and checks them nowhere.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ def fill_sqlite(file: Path, shape: Shape) -> None:
             found[at] = found[at] and found[at].bytes
         return found
 
-    connection.executemany(
-        f"insert into model_call ({', '.join(COLUMNS)}) values ({marks})", map(line, events(shape))
-    )
+    connection.executemany(f"insert into model_call ({', '.join(COLUMNS)}) values ({marks})", map(line, events(shape)))
     connection.executemany(
         "insert into rollout (rollout_id, group_id, metadata, opened_at, digest) values (?, ?, '{}', ?, ?)",
         _openings(shape),
