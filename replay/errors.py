@@ -8,6 +8,9 @@
     ├── PositionAhead       the log has not reached the position asked for
     ├── BadPolicy           a part of a history policy has a value that it cannot have
     ├── NothingToDraw       a history policy leaves nothing to draw from
+    ├── BadRun              a part of a run has a value that it cannot have
+    ├── BadPlan             a JSON value is no step plan
+    ├── OtherRun            a saved place belongs to another run
     ├── StepRecorded        a step is in the log already, with other rows
     ├── UnknownRow          a row did not train in the step that is asked for
     ├── FileUnwritable      an export's file cannot be written
@@ -91,6 +94,35 @@ class NothingToDraw(ReplayError):
         self.left_out = left_out
         why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "the log has no rows"
         super().__init__(f"the policy leaves no rollout to draw ({why}): widen it, or wait for new rollouts")
+
+
+class BadRun(ReplayError):
+    """A part of a run has a value that it cannot have."""
+
+    def __init__(self, part: str, value: object, rule: str) -> None:
+        self.part = part
+        self.value = value
+        super().__init__(f"the run's {part} {value!r} {rule}")
+
+
+class BadPlan(ReplayError):
+    """A JSON value is no step plan."""
+
+    def __init__(self, part: str, why: str) -> None:
+        self.part = part
+        super().__init__(f"{part or 'the value'} is not of a step plan ({why}): give what `StepPlan.as_json` wrote")
+
+
+class OtherRun(ReplayError):
+    """A place was saved by another run, or by another rank of it."""
+
+    def __init__(self, part: str, saved: object, here: object) -> None:
+        self.part = part
+        self.saved = saved
+        super().__init__(
+            f"the place was saved with {part} {saved!r}, here it is {here!r}: batches would not be the ones that "
+            "come next, so go on with the run as it was saved beside the checkpoint"
+        )
 
 
 class StepRecorded(ReplayError):

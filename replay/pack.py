@@ -23,6 +23,7 @@ import numpy.typing as npt
 from replay.errors import PlanMismatch
 from replay.plan import StepPlan
 from replay.row import Row
+from store import hashing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +48,14 @@ class Pack:
     def trained(self) -> int:
         """Tokens that this pack trains."""
         return int(np.count_nonzero(self.loss_mask))
+
+    def digest(self) -> str:
+        """SHA-256 over all that it holds, in hex: equal digests mean the same pack, byte for byte."""
+        arrays = (self.tokens, self.labels, self.position_ids, self.loss_mask, self.logprobs, self.advantages)
+        content = (
+            array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in (*arrays, self.cu_seqlens)
+        )
+        return hashing.tagged_digest("pack", "/".join(self.row_ids).encode(), *content).hex()
 
 
 def pack(rows: Sequence[Row], advantages: Mapping[str, float]) -> Pack:

@@ -1,4 +1,7 @@
+import dataclasses
 import random
+from itertools import repeat
+from time import process_time
 from uuid import UUID
 
 import numpy as np
@@ -6,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.errors import PlanMismatch
+from replay.errors import BadPlan, PlanMismatch
 from replay.pack import pack, packs
-from replay.plan import plan
+from replay.plan import Measured, StepPlan, first_fit, plan
 from replay.row import Row
 
 
@@ -51,6 +54,56 @@ def test_a_plan_places_each_fitting_row_once_within_budget_and_order_changes_not
     assert plan(shuffled, seed=7, step=step, world=world, token_budget=40) == planned
 
 
+@given(st.lists(st.integers(0, 40), max_size=60))
+def test_first_fit_is_what_looking_at_each_pack_in_turn_gives(sizes: list[int]) -> None:
+    named = {str(place): size for place, size in enumerate(sizes)}
+    packs: list[list[str]] = []
+    for name, size in named.items():
+        fits = (pack for pack in packs if sum(named[other] for other in pack) + size <= 40)
+        found = next(fits, None)
+        if found is None:
+            packs.append([name])
+        else:
+            found.append(name)
+    assert first_fit(named, named, 40) == [tuple(pack) for pack in packs]
+
+
+def test_ten_times_the_rows_take_about_ten_times_as_long() -> None:
+    def seconds(count: int) -> float:
+        rows = [Measured(str(number), 60 + number % 7) for number in range(count)]  # a row a pack: the most packs
+        began = process_time()
+        planned = plan(rows, seed=0, step=0, token_budget=70)
+        assert planned.packs == count
+        return process_time() - began
+
+    assert min(map(seconds, repeat(20_000, 3))) < 30 * min(map(seconds, repeat(2_000, 3)))
+
+
+def test_a_plan_says_how_well_its_packs_are_filled_beside_what_none_could_beat() -> None:
+    source = random.Random(0)
+    rows = [Measured(str(number), min(8000, 200 + int(source.expovariate(1 / 1500)))) for number in range(2000)]
+    planned = plan(rows, seed=0, step=0, world=8, token_budget=8192)
+    placed = {row_id for rank in planned.ranks for micro_batch in rank for row_id in micro_batch}
+    assert planned.positions == sum(row.length - 1 for row in rows if row.row_id in placed)
+    assert planned.least_packs == -(-planned.positions // 8192)
+    assert planned.fill == planned.positions / (planned.packs * 8192)
+    print(f"{len(rows)} rows: {planned.packs} packs, at least {planned.least_packs}, fill {planned.fill:.4f}")
+    assert planned.packs <= planned.least_packs + 1
+    nothing = plan([], seed=0, step=0, world=2, token_budget=10)
+    assert (nothing.packs, nothing.least_packs, nothing.fill, nothing.micro_batches) == (0, 0, 1.0, 1)
+
+
+def test_a_plan_is_stored_by_value() -> None:
+    rows = [Measured("a", 30), Measured("b", 5), Measured("c", 99)]
+    planned = plan(rows, seed=1, step=2, world=2, token_budget=40)
+    again = StepPlan.from_json(planned.as_json())
+    assert again == planned
+    assert again.digest() == planned.digest() != dataclasses.replace(planned, step=3).digest()
+    for broken in ({}, {**planned.as_json(), "more": 1}, {**planned.as_json(), "ranks": [[], [["a"]]]}, None):
+        with pytest.raises(BadPlan, match="is not of a step plan"):
+            StepPlan.from_json(broken)
+
+
 def test_seed_and_step_draw_lots_between_rows_of_one_length() -> None:
     rows = [row(f"row{n}", 10) for n in range(20)]
     plans = {plan(rows, seed=seed, step=step, token_budget=30).ranks for seed in (0, 1) for step in (0, 1)}
@@ -91,6 +144,19 @@ def test_rows_are_shifted_before_they_are_packed() -> None:
     assert (packed.cu_seqlens.tolist(), packed.max_seqlen, packed.trained) == ([0, 3, 5], 3, 4)
     assert packed.cu_seqlens.dtype == np.int32
     assert packed.tokens.dtype == packed.labels.dtype == packed.position_ids.dtype == np.int64
+
+
+def test_equal_digests_mean_the_same_pack() -> None:
+    rows, advantages = [row("a", 4), row("b", 3)], {"rollout-a": 0.5, "rollout-b": -2.0}
+    packed = pack(rows, advantages)
+    assert pack(rows, advantages).digest() == packed.digest()
+    assert pack(rows[::-1], advantages).digest() != packed.digest()
+    assert pack(rows, {**advantages, "rollout-b": -2.5}).digest() != packed.digest()
+    assert dataclasses.replace(packed, row_ids=("a", "c")).digest() != packed.digest()
+    for name in ("tokens", "labels", "position_ids", "loss_mask", "logprobs", "advantages", "cu_seqlens"):
+        other = getattr(packed, name).copy()
+        other[-1] = other[-1] == 0
+        assert dataclasses.replace(packed, **{name: other}).digest() != packed.digest(), name
 
 
 def test_a_pack_needs_the_advantage_of_each_rollout_and_the_rows_of_its_plan() -> None:
