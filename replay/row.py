@@ -142,12 +142,13 @@ def _spans(chains: Chains) -> tuple[npt.NDArray[np.int64], list[int]]:
 
 def rows_digest(rows: Iterable[Row]) -> str:
     """SHA-256 over all that the rows say, in their order, in hex: equal digests mean the same rows, byte for byte."""
-    parts: list[bytes] = []
-    for row in rows:
-        facts: JsonValue = {"group": row.group_id, "reward": row.reward, "call_numbers": [*row.call_numbers]}
-        arrays = (row.token_ids, row.loss_mask, row.logprobs, row.policy_versions)
-        parts.append(_content_digest(row.rollout_id, row.calls, *arrays) + hashing.canonical_json(facts))
-    return hashing.tagged_digest("rows", *parts).hex()
+    return hashing.digest_of_parts("rows", map(_digested, rows)).hex()
+
+
+def _digested(row: Row) -> bytes:
+    facts: JsonValue = {"group": row.group_id, "reward": row.reward, "call_numbers": [*row.call_numbers]}
+    arrays = (row.token_ids, row.loss_mask, row.logprobs, row.policy_versions)
+    return _content_digest(row.rollout_id, row.calls, *arrays) + hashing.canonical_json(facts)
 
 
 def _content_digest(rollout_id: str, calls: bytes, *arrays: npt.NDArray[np.generic]) -> bytes:

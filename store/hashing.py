@@ -36,6 +36,15 @@ def canonical_json(value: JsonValue) -> bytes:
 
 def tagged_digest(domain: str, *parts: bytes | memoryview) -> bytes:
     """SHA-256 over `turnlog/<domain>/v<HASH_VERSION>` and the length-framed parts; 32 bytes."""
+    return digest_of_parts(domain, parts)
+
+
+def digest_of_parts(domain: str, parts: Iterable[bytes | memoryview]) -> bytes:
+    """The tagged digest of parts that come one by one, of which none is kept.
+
+    >>> digest_of_parts("row", iter([b"1", b"2"])) == tagged_digest("row", b"1", b"2")
+    True
+    """
     state = hashlib.sha256(_tag(domain))
     for part in parts:
         state.update(len(part).to_bytes(8, "big"))

@@ -11,6 +11,8 @@ HEAVY = {"vllm", "torch", "megatron", "duckdb", "transformers", "pyarrow"}
 SHELLS = {
     "engine.worker",
     "engine.plugin",
+    "replay.dataset",
+    "replay.indexed",
     "replay.loss",
     "replay.megatron",
     "turnlog.demo.megatron_cpu",

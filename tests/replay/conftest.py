@@ -17,10 +17,10 @@ from replay.piece import CALLS, Piece, Rollout
 from replay.reader import Payload
 from store import codec, hashing, log, migrate
 from store.database import open_database, write
-from store.events import CallCompleted, Event, PolicySpan
+from store.events import CallCompleted, Event, PolicySpan, RolloutOpened, RolloutScored, uuid7
 
-# Programs: they replace parts of torch and want processes of their own.
-collect_ignore = ["megatron_checks.py", "parallel_checks.py"]
+# Programs: they replace parts of torch, or are killed, and want processes of their own.
+collect_ignore = ["megatron_checks.py", "parallel_checks.py", "resumed_run.py"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,27 @@ def fresh_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
                 leftover.unlink()
 
     return fresh
+
+
+@pytest.fixture(scope="session")
+def groups_of_rollouts(grow: Callable[..., list[CallCompleted]]) -> Callable[..., list[Event]]:
+    """Groups of three scored rollouts of two rows or three: `groups_of_rollouts(maker, ["g0", "g1"])`."""
+
+    def record(maker: Any, groups: Sequence[str]) -> list[Event]:
+        events: list[Event] = []
+        for number, group in enumerate(groups):
+            for slot in range(3):
+                name = f"{group}.{slot}"
+                shape = ([None, 0, 1, None], [None, 0, 0, None])[slot % 2]
+                lengths = [(12 + 5 * number, 6 + slot), (9, 4), (7 + slot, 5), (20, 8)]
+                events.append(RolloutOpened(rollout_id=name, group_id=group, slot=slot, opened_at=10 * number + slot))
+                events += grow(maker, shape, lengths=lengths, rollout_id=name)
+                outcome_id = uuid7(number, name.encode()[:10].ljust(10))
+                reward = float((slot * 3 + number) % 4)
+                events.append(RolloutScored(outcome_id=outcome_id, rollout_id=name, reward=reward, at=number))
+        return events
+
+    return record
 
 
 def spans_text(spans: Iterable[PolicySpan]) -> str:
