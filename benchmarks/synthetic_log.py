@@ -1,8 +1,8 @@
 """A log of a given size, made without a model: what `rows.py` measures on.
 
 Rollouts of `calls` calls whose context is rewritten once, in the middle; the events of 256 live rollouts interleave.
-Token ids are drawn from a text-like distribution (slices of a corpus with Zipf's frequencies and repeated phrases), chain
-hashes and lengths are right, and everything is written through the drivers, past the checks of `store.log`, since two
+Token ids are drawn from a text-like distribution (slices of a corpus with Zipf's frequencies and repeated phrases),
+chain hashes and lengths are right, and all is written through the drivers, past the checks of `store.log`, since two
 million events would take half an hour. Event digests are random: replay puts them into row ids and checks them nowhere.
 """
 
@@ -158,6 +158,7 @@ def fill_sqlite(file: Path, shape: Shape) -> None:
         _openings(shape),
     )
     connection.execute("commit")
+    connection.execute("pragma wal_checkpoint(truncate)")
     connection.close()
 
 

@@ -4,7 +4,7 @@ Knows how a call's arrays are placed into rows, and what must hold for them; doe
 found. Law: a row holds its chain's deltas end to end, unshifted and unpadded, and no token that was not verified: each
 call's chain hash is derived again from its tokens on top of its parent's. One bad call refuses its whole rollout.
 
-Arrays come in any order, each is read once, decoded once, and copied into every row that it is part of.
+Arrays come in the order of the log, each is read once, decoded once, and copied into every row that it is part of.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fill(chains: Chains, payloads: Iterable[Sequence[Payload]]) -> Filled:
 
     Args:
         chains: checked.
-        payloads: in batches; those of other calls are passed over.
+        payloads: in batches, by ascending sequence; those of other calls are passed over.
     """
     piece = chains.piece
     offset = np.append(0, np.cumsum(chains.length))
@@ -99,57 +99,56 @@ def _place(
     """Decode, verify and copy; returns which calls do not hold."""
     why: _Why = {}
     unpack = codec.Unpacker()
-    expected = _expected(chains, starts, sampled)
-    seen = 0
+    wanted = _expected(chains, starts, sampled)
+    at, call, above, chain_hash, size, count, places = next(wanted, _END)
     for batch in payloads:
         for sequence, kind, stored, scores in batch:
-            if (wanted := expected.get(sequence)) is None:
+            if sequence != at:
                 continue
-            seen += 1
-            call, above, chain_hash, size, count, places = wanted
             try:
                 raw = stored if kind == codec.RAW else unpack(kind, stored)
             except (DamagedArray, UnknownCodec) as error:
                 why[call] = ("array_unreadable", str(error))
-                continue
-            if len(raw) != size or len(scores) != count:
-                why[call] = (
-                    "length_mismatch",
-                    f"it holds {len(raw) // 4} tokens and {len(scores) // 4} log-probabilities, "
-                    f"its counts say {size // 4} and {count // 4}",
-                )
-                continue
-            if hashing.chain_hash(above, raw) != chain_hash:
-                why[call] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
-                continue
-            for start, after in places:
-                token_ids[start : start + size] = raw
-                logprobs[after : after + count] = scores
-    if seen != len(expected):
-        raise ValueError(f"the log gave {seen} of {len(expected)} calls at the sequences it named before")
+            else:
+                if len(raw) != size or len(scores) != count:
+                    why[call] = (
+                        "length_mismatch",
+                        f"it holds {len(raw) // 4} tokens and {len(scores) // 4} log-probabilities, "
+                        f"its counts say {size // 4} and {count // 4}",
+                    )
+                elif hashing.chain_hash(above, raw) != chain_hash:
+                    why[call] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
+                else:
+                    for start, after in places:
+                        token_ids[start : start + size] = raw
+                        logprobs[after : after + count] = scores
+            at, call, above, chain_hash, size, count, places = next(wanted, _END)
+    if at != _END[0]:
+        raise ValueError(f"the log did not give the call at sequence {at} again, which it named before")
     return why
 
 
-_Expected = tuple[int, bytes | None, bytes, int, int, list[tuple[int, int]]]
-"""Of a call: its place, its parent's chain hash, its own, how many bytes its tokens and its log-probabilities have, and
-at which byte of the rows these go, for each row."""
+_Expected = tuple[int, int, bytes | None, bytes, int, int, list[tuple[int, int]]]
+"""Of a call: its sequence, its place, its parent's chain hash, its own, how many bytes its tokens and its
+log-probabilities have, and at which byte of the rows these go, for each row."""
+_END: _Expected = (-1, -1, None, b"", 0, 0, [])
 
 
-def _expected(chains: Chains, starts: Ints, sampled: Ints) -> dict[int, _Expected]:
-    """By sequence."""
+def _expected(chains: Chains, starts: Ints, sampled: Ints) -> Iterator[_Expected]:
+    """By ascending sequence."""
     piece = chains.piece
-    by_call = np.argsort(chains.call, kind="stable")
-    calls, first = np.unique(chains.call[by_call], return_index=True)
-    places = list(zip((4 * starts[by_call]).tolist(), (4 * sampled[by_call]).tolist(), strict=True))
-    edges = [*first.tolist(), len(places)]
+    by_sequence = np.argsort(piece.ints("sequence")[chains.call], kind="stable")
+    calls = chains.call[by_sequence]
+    places = list(zip((4 * starts[by_sequence]).tolist(), (4 * sampled[by_sequence]).tolist(), strict=True))
+    first = np.flatnonzero(np.append(True, calls[1:] != calls[:-1])) if len(calls) else np.zeros(0, np.int64)
+    calls = calls[first]
+    goes = (places[low:high] for low, high in pairwise([*first.tolist(), len(places)]))
     taken = pa.array(calls)
     parent = pc.index_in(piece.column("parent_id").take(taken), piece.column("call_id"), skip_nulls=True)
     above, own = (piece.column("chain_hash").take(each).to_pylist() for each in (parent, taken))
-    sequence, sampled_len = piece.ints("sequence")[calls], piece.ints("sampled_len")[calls]
-    goes = (places[low:high] for low, high in pairwise(edges))
-    sizes = ((4 * piece.delta_len[calls]).tolist(), (4 * sampled_len).tolist())
-    facts = zip(calls.tolist(), above, own, *sizes, goes, strict=True)
-    return dict(zip(sequence.tolist(), facts, strict=True))
+    lengths = (piece.ints("sequence"), 4 * piece.delta_len, 4 * piece.ints("sampled_len"))
+    sequence, size, count = (each[calls].tolist() for each in lengths)
+    return zip(sequence, calls.tolist(), above, own, size, count, goes, strict=True)
 
 
 def _bytes(array: npt.NDArray[np.generic]) -> memoryview:

@@ -44,7 +44,7 @@ class Reader(Protocol):
         ...
 
     def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
-        """The answer's lines in batches, each valid until the next one is asked for."""
+        """The answer's lines in batches and in their order, each valid until the next one is asked for."""
         ...
 
 

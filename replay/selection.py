@@ -109,6 +109,8 @@ def select(selection: Selection, piece: Piece) -> Selected:
 
 
 def _completed(piece: Piece, counts: Flags) -> dict[int, NotSelectable]:
+    if pc.count_distinct(piece.column("request_hash")).as_py() == len(counts):
+        return {}  # no request was made twice
     model_call = piece.calls.select(["call_id", "parent_id", "request_hash", "choice"])
     for name, column in (
         ("call", np.arange(len(counts))),

@@ -80,7 +80,7 @@ where rollout_id in (select json_array_elements_text(cast(:only as json)))
   and sequence <= :calls
 
 -- name: payloads_at
--- Tokens and log-probabilities of the completed calls at these sequences.
+-- Tokens and log-probabilities of the completed calls at these sequences, in their order.
 select
   sequence,
   codec,
@@ -88,3 +88,4 @@ select
   logprobs
 from model_call
 where sequence in (select cast(json_array_elements_text(cast(:only as json)) as bigint))
+order by sequence

@@ -84,7 +84,7 @@ from model_call
 where sequence between :low and :high
 
 -- name: payloads_between
--- Tokens and log-probabilities of completed calls, all that lie between two sequences.
+-- Tokens and log-probabilities of completed calls, all that lie between two sequences, in their order.
 select
   sequence,
   codec,
@@ -92,3 +92,4 @@ select
   logprobs
 from model_call
 where sequence between :low and :high
+order by sequence

@@ -292,7 +292,7 @@ def test_the_calls_that_an_output_holds_train(
 
 def output_of(*calls: CallCompleted) -> Any:
     """A harness's output of these calls' answers, as an outcome keeps it."""
-    pieces = [
+    passages = [
         {
             "at": f"output[{at}]",
             "roles": [item.role for item in call.answer_items],
@@ -301,4 +301,4 @@ def output_of(*calls: CallCompleted) -> Any:
         }
         for at, call in enumerate(calls)
     ]
-    return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "pieces": pieces}
+    return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "passages": passages}
