@@ -6,7 +6,6 @@ import doctest
 import json
 import re
 import shlex
-import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -65,7 +64,7 @@ def folder(tmp_path: Path, chain_maker: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_shell_line_is_of_a_kind_that_is_tested_here() -> None:
-    kinds = ("make", "turnlog", "sqlite3", "pip", "curl", "vllm")
+    kinds = ("make", "turnlog", "pip", "curl", "vllm")
     assert sum(len(_commands(first=kind)) for kind in kinds) == len(_lines("sh"))
 
 
@@ -85,7 +84,7 @@ def test_the_commands_that_read_a_log_run_as_they_stand(folder: Path) -> None:
         if command != "serve" and "postgresql" not in " ".join(arguments):
             subprocess.run([sys.executable, "-m", "turnlog", command, *arguments], cwd=folder, check=True)
             ran += 1
-    assert ran == 5
+    assert ran == 6
     assert (folder / "rows.parquet").is_file()
 
 
@@ -96,11 +95,11 @@ def test_the_commands_that_name_a_server_run_with_one(empty_postgres_url: str) -
     subprocess.run([sys.executable, "-m", *upgrading], check=True)
 
 
-def test_the_sql_runs_as_it_stands(folder: Path) -> None:
-    for _, file, statement in _commands(first="sqlite3"):
-        connection = sqlite3.connect(folder / file)
-        assert connection.execute(statement).fetchall() == [("first_call", 3)]
-        connection.close()
+def test_the_sql_answers_as_it_stands(folder: Path) -> None:
+    (asked,) = [words for words in _commands(first="turnlog") if words[1] == "sql"]
+    command = [sys.executable, "-m", *asked, "--json"]
+    answer = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    assert json.loads(answer) == [{"reason": "first_call", "rows": 3}]
 
 
 def test_the_python_runs_as_it_stands(folder: Path) -> None:

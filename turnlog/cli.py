@@ -21,8 +21,9 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.markup import escape
 
-from turnlog.console import AsJson, Db, notes, opened, print_json, progress_bar, table_of
+from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, notes, opened, print_json, progress_bar, table_of
 from turnlog.db import db
+from turnlog.history import replay_history
 
 NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
 app = typer.Typer(
@@ -34,6 +35,11 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
+app.command(
+    "replay",
+    epilog="Examples: [bold]turnlog replay --steps 20[/] counts; [bold]turnlog replay --out steps --policy "
+    """'{"max_trained": 0, "min_reward": 0.5}'[/] writes what never trained.""",
+)(replay_history)
 
 
 def main() -> None:
@@ -208,16 +214,9 @@ def rows(
         Path | None, typer.Option(dir_okay=False, help="Parquet file to write. Without it: count only.")
     ] = None,
     rollout: Annotated[list[str] | None, typer.Option(help="Only this rollout; may be repeated.")] = None,
-    rule: Annotated[
-        Literal["completed", "declared"],
-        typer.Option(help="Which calls count: all that completed, or those that the outcome accepts."),
-    ] = "completed",
-    exclude_role: Annotated[
-        list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
-    ] = None,
-    as_of: Annotated[
-        str | None, typer.Option(metavar="POSITION", help="The log as it was at this position. Default: now.")
-    ] = None,
+    rule: Rule = "completed",
+    exclude_role: ExcludeRole = None,
+    as_of: AsOf = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:

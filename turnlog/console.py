@@ -1,4 +1,4 @@
-"""What the commands share: the log's option, the opened log, tables, JSON and progress.
+"""What the commands share: options, the opened log, tables, JSON and progress.
 
 Knows the terminal; does not know any command. Law: results go to stdout, all else to stderr.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from pydantic import JsonValue
@@ -22,6 +22,14 @@ Db = Annotated[
     str | None,
     typer.Option("--db", metavar="URL", help="The log. Default: $TURNLOG_URL, else sqlite:///turnlog.db"),
 ]
+Rule = Annotated[
+    Literal["completed", "declared", "output"],
+    typer.Option(help="Which calls count: all that completed, those that the outcome accepts, or those in its output."),
+]
+ExcludeRole = Annotated[
+    list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
+]
+AsOf = Annotated[str | None, typer.Option(metavar="POSITION", help="The log as it was at this position. Default: now.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
 
 
