@@ -58,7 +58,17 @@ def log_url(sqlite_database: Engine, sqlite_url: str, chain_maker: Any) -> str:
 
 
 def test_every_command_explains_itself_with_an_example(run: Run) -> None:
-    for command in (["demo"], ["serve"], ["show"], ["rows"], ["db", "upgrade"], ["db", "current"], ["db", "check"]):
+    for command in (
+        ["demo"],
+        ["serve"],
+        ["show"],
+        ["rows"],
+        ["sql"],
+        ["replay"],
+        ["db", "upgrade"],
+        ["db", "current"],
+        ["db", "check"],
+    ):
         found = run(*command, "--help")
         assert found.returncode == 0
         assert "Example" in found.stdout, command
