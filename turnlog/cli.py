@@ -210,9 +210,11 @@ def outcome(
 
 @app.command(epilog="Examples: [bold]turnlog rows[/] counts, [bold]turnlog rows --out rows.parquet[/] writes a file.")
 def rows(
-    out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Parquet file to write. Without it: count only.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File or folder to write. Without it: count only.")] = None,
+    form: Annotated[
+        Literal["parquet", "megatron"],
+        typer.Option("--format", help="A Parquet file, or a folder of Megatron's IndexedDatasets."),
+    ] = "parquet",
     rollout: Annotated[list[str] | None, typer.Option(help="Only this rollout; may be repeated.")] = None,
     rule: Rule = "completed",
     exclude_role: ExcludeRole = None,
@@ -220,27 +222,28 @@ def rows(
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay the log into training rows, say what was refused and why, and write them to a file."""
-    from replay.export import write_parquet
-    from replay.rowset import build
+    """Replay the log into training rows, say what was refused and why, and write them to a file.
+
+    Rows are written as they come, so a log of any size needs the memory of a part of it.
+    """
+    from replay.rowset import stream
     from replay.selection import Selection
     from replay.source import Position
-    from turnlog.summary import again, summary, summary_tables
+    from turnlog.summary import again, summary, summary_tables, writer
 
     if out is not None and not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
+    consume = writer(form, out)
     with opened(url) as database, progress_bar("Building rows") as progress:
-        found = build(
+        parts = stream(
             database,
             selection,
             rollouts=rollout,
             position=None if as_of is None else Position.parse(as_of),
             progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
         )
-        if out is not None:
-            progress.update(progress.task_ids[0], description=f"Writing {out}", total=None)
-            write_parquet(found, out)
+        found = consume(parts, selection)
     if as_json:
         print_json({**summary(found), "out": None if out is None else str(out)})
         return
@@ -248,7 +251,7 @@ def rows(
         Console().print(table)
     Console(soft_wrap=True).print(f"the same rows again, at any time: [bold]{escape(again(found, rollout))}[/]")
     if out is not None:
-        Console(soft_wrap=True).print(f"wrote {len(found.rows)} rows to {out}")
+        Console(soft_wrap=True).print(f"wrote {found.rows} rows to {out}")
 
 
 @app.command(epilog="Example: [bold]turnlog explain requests.jsonl --reasoning restore[/]")

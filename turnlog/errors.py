@@ -5,6 +5,7 @@
     ├── NoModelServer       vLLM is not installed here
     ├── NoPlugIn            vLLM would not find turnlog here
     ├── MissingPackages     the demo needs packages that are not installed here
+    ├── NoMegatron          an export needs megatron-core, which is not installed here
     ├── BadJson             a file or an option that should hold JSON cannot be read
     ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
     ├── BadSql              the log refused a query
@@ -62,6 +63,16 @@ class MissingPackages(CommandError):
         super().__init__(
             f"the demo needs {', '.join(names)}, not installed in this environment: run `make demo` in a checkout, "
             "or install turnlog's extras `cpu` and `megatron`"
+        )
+
+
+class NoMegatron(CommandError):
+    """An export needs megatron-core, which is not installed here."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(
+            f"the format {form!r} is written by megatron-core, not installed in this environment: install turnlog's "
+            "extra `megatron`, or write --format parquet"
         )
 
 

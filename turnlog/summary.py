@@ -1,28 +1,53 @@
-"""What a replay found, in numbers: for people as tables, for programs as JSON.
+"""What `turnlog rows` found: where its rows go, and in numbers, for people as tables, for programs as JSON.
 
-Knows how to lay out a row set; does not know how it was built. Law: what gave no row is counted by its reason, beside
-what did.
+Knows the forms of an export and how to lay out a tally; does not know how rows are made. Law: what gave no row is
+counted by its reason, beside what did.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
 
 from pydantic import JsonValue
 from rich.markup import escape
 from rich.table import Table
 
-from replay.rowset import RowSet
+from replay.rowset import Part
+from replay.selection import Selection
+from replay.tally import Tally, tally
+from turnlog.errors import NoMegatron
+
+Consumer = Callable[[Iterable[Part], Selection], Tally]
 
 
-def summary(found: RowSet) -> dict[str, JsonValue]:
-    """The row set as one JSON object, without its rows."""
+def writer(form: Literal["parquet", "megatron"], out: Path | None) -> Consumer:
+    """What takes a stream of rows: a file or a folder to write, or nothing but a count. Raises NoMegatron."""
+    if out is None:
+        return tally
+    if form == "parquet":
+        from replay.export import stream_parquet
+
+        return lambda parts, selection: stream_parquet(parts, out, selection)
+    if find_spec("megatron") is None:
+        raise NoMegatron(form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing Megatron makes it warn of what a GPU would need
+        from replay.indexed import stream_indexed
+    return lambda parts, selection: stream_indexed(parts, out, selection)
+
+
+def summary(found: Tally) -> dict[str, JsonValue]:
+    """The tally as one JSON object."""
     return {
         "rollouts": found.rollouts,
-        "rows": len(found.rows),
-        "tokens": sum(row.length for row in found.rows),
-        "trained_tokens": sum(row.trained for row in found.rows),
+        "rows": found.rows,
+        "tokens": found.tokens,
+        "trained_tokens": found.trained,
         "left_out_calls": dict(found.left_out),
         "refused_rollouts": [
             {"rollout_id": refusal.rollout_id, "reason": refusal.reason, "detail": refusal.detail}
@@ -30,11 +55,11 @@ def summary(found: RowSet) -> dict[str, JsonValue]:
         ],
         "selection": found.selection.as_json(),
         "position": str(found.position),
-        "sha256": found.digest(),
+        "sha256": found.sha256,
     }
 
 
-def again(found: RowSet, rollouts: Sequence[str] | None) -> str:
+def again(found: Tally, rollouts: Sequence[str] | None) -> str:
     """The command that gives the same rows, whatever the log gets from now on; `--db` aside."""
     words = ["turnlog", "rows", "--as-of", str(found.position)]
     if found.selection.rule != "completed":
@@ -46,16 +71,11 @@ def again(found: RowSet, rollouts: Sequence[str] | None) -> str:
     return shlex.join(words)
 
 
-def summary_tables(found: RowSet) -> Iterator[Table]:
-    """The row set in numbers, then what gave no row, if anything did."""
+def summary_tables(found: Tally) -> Iterator[Table]:
+    """The tally in numbers, then what gave no row, if anything did."""
     numbers = Table("rollouts", "rows", "tokens", "trained", "position", "sha256")
-    counts = (
-        found.rollouts,
-        len(found.rows),
-        sum(row.length for row in found.rows),
-        sum(row.trained for row in found.rows),
-    )
-    numbers.add_row(*map(str, counts), str(found.position), found.digest()[:16])
+    counts = (found.rollouts, found.rows, found.tokens, found.trained)
+    numbers.add_row(*map(str, counts), str(found.position), found.sha256[:16])
     yield numbers
     if found.left_out:
         left_out = Table("calls left out by the selection", "reason")
