@@ -31,6 +31,8 @@ from store.errors import LogUnavailable
 _LINES = 5_000
 """Lines that SQLite hands over at once."""
 
+_REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
+
 Value = int | str
 Payload = tuple[int, int, bytes | memoryview, bytes | memoryview]
 """The heavy columns of a completed call as stored: sequence, codec, token ids, log-probabilities."""
@@ -38,6 +40,11 @@ Payload = tuple[int, int, bytes | memoryview, bytes | memoryview]
 
 class Reader(Protocol):
     """A snapshot of a log that answers named queries."""
+
+    @property
+    def reached(self) -> Mapping[str, int]:
+        """Up to which sequence of `calls`, `outcomes`, `rollouts`, `trained` the snapshot has all there will be."""
+        ...
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         """The whole answer, its columns as the schema names and types them."""
@@ -60,17 +67,22 @@ def open_reader(database: Engine) -> Generator[Reader]:
         return
     url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
-        with adbc_driver_postgresql.dbapi.connect(url) as connection, connection.cursor() as cursor:
+        with adbc_driver_postgresql.dbapi.connect(url, autocommit=True) as connection, connection.cursor() as cursor:
+            # What is settled is asked for before the snapshot is taken, so that the snapshot has all of it.
+            (highest,) = _PostgresReader(cursor, {}).table("reached", _REACHED).to_pylist()
+            (settled,) = _PostgresReader(cursor, {}).table("settled", _REACHED, **highest).to_pylist()
+            connection.adbc_connection.set_autocommit(False)
             cursor.execute("set transaction isolation level repeatable read read only")
-            yield _PostgresReader(cursor)
+            yield _PostgresReader(cursor, settled)
     except adbc_driver_manager.Error as error:
         lines = shown_url(str(error)).strip().splitlines()
         raise LogUnavailable("read the log", lines[0] if lines else type(error).__name__) from error
 
 
 class _PostgresReader:
-    def __init__(self, cursor: adbc_driver_postgresql.dbapi.Cursor) -> None:
+    def __init__(self, cursor: adbc_driver_postgresql.dbapi.Cursor, reached: Mapping[str, int]) -> None:
         self._cursor = cursor
+        self.reached = reached
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         batches: list[pa.RecordBatch] = []
@@ -106,6 +118,7 @@ def _views(column: pa.Array) -> list[memoryview]:
 class _SqliteReader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        (self.reached,) = self.table("reached", _REACHED).to_pylist()  # its one writer commits in order
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         batches: list[pa.RecordBatch] = []

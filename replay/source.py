@@ -11,7 +11,7 @@ Calls that lie close together in the log are read as one stretch of it, others o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
@@ -23,7 +23,6 @@ from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
 from replay.reader import Payload, Reader
 from store import hashing
 
-_REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
 _EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
 _OPENINGS = pa.schema(
     {
@@ -76,15 +75,14 @@ class Position:
 
 
 def reached(reader: Reader) -> Position:
-    """The position of everything that the reader's snapshot sees."""
-    (line,) = reader.table("reached", _REACHED).to_pylist()
-    return Position(**line)
+    """The newest position: all that the reader's snapshot has and nothing can be added to."""
+    return Position(**reader.reached)
 
 
 def require_reached(reader: Reader, position: Position) -> None:
     """Refuse a position that the log has not reached."""
     now = reached(reader)
-    if any(getattr(position, name) > getattr(now, name) for name in _REACHED.names):
+    if any(getattr(position, name) > high for name, high in reader.reached.items()):
         raise PositionAhead(asked=str(position), reached=str(now))
 
 
@@ -108,7 +106,7 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
         position: what counts.
         only: ids of the rollouts; None for all. Raises UnknownRollout for one that the log does not hold.
     """
-    parts = {name: int(getattr(position, name)) for name in _REACHED.names}
+    parts = asdict(position)
 
     def ask(name: str, schema: pa.Schema, part: str) -> pa.Table:
         if only is None:

@@ -35,7 +35,7 @@ from sqlalchemy import (
     and_,
     func,
 )
-from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from store import hashing
 
@@ -72,16 +72,6 @@ class CanonicalJson(TypeDecorator[JsonValue]):
     def process_result_value(self, value: str | None, dialect: Dialect) -> JsonValue:  # noqa: ARG002
         """The value again."""
         return None if value is None else json.loads(value)
-
-
-class TransactionId(UserDefinedType[int]):
-    """PostgreSQL's `xid8`: with `sequence`, the cursor that follows the log without missing a late commit."""
-
-    cache_ok = True
-
-    def get_col_spec(self, **_: Any) -> str:
-        """Name of the type in DDL."""
-        return "XID8"
 
 
 _BIG = BigInteger().with_variant(Integer(), "sqlite")
@@ -278,7 +268,7 @@ trained_row = Table(
 def metadata_for(dialect: str) -> MetaData:
     """The tables as one database has them.
 
-    On PostgreSQL, `model_call` also says which transaction wrote a row; SQLite must be told how long an id is.
+    SQLite must be told how long an id is.
     """
     copied = MetaData(naming_convention=metadata.naming_convention)
     for table in metadata.sorted_tables:
@@ -287,16 +277,16 @@ def metadata_for(dialect: str) -> MetaData:
             copy.append_constraint(
                 CheckConstraint(and_(*(func.length(each) == 16 for each in ids)), f"{table.name}_ids")
             )
-    if dialect == "postgresql":
-        call = copied.tables[model_call.name]
-        call.append_column(Column("txid", TransactionId, nullable=False, server_default=func.pg_current_xact_id()))
-        Index("model_call_tail", call.c.txid, call.c.sequence)
     return copied
 
 
 def guards(dialect: str) -> frozenset[str]:
-    """Names of the triggers that refuse every change of an event; a database without them is not a log."""
-    kinds = ("no_update", "no_delete", "insert_once") if dialect == "sqlite" else ("no_change", "no_truncate")
+    """Names of the triggers without which a database is not a log.
+
+    They refuse every change of an event, and on PostgreSQL announce which sequences may still appear.
+    """
+    sqlite, postgresql = ("no_update", "no_delete", "insert_once"), ("no_change", "no_truncate", "announced")
+    kinds = sqlite if dialect == "sqlite" else postgresql
     return frozenset(f"{table}_{kind}" for table in metadata.tables for kind in kinds) | {
         "model_call_not_ended",
         "call_end_not_completed",

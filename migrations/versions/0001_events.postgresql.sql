@@ -1,6 +1,6 @@
 -- The tables of events and their guards, for PostgreSQL 13 or newer.
 -- Guards: no UPDATE, DELETE or TRUNCATE on an event, enabled ALWAYS, for the owner and for a superuser whose
--- session_replication_role is replica. txid with sequence is the cursor that follows the log and misses no late commit.
+-- session_replication_role is replica.
 
 create table rollout (
   sequence bigint generated always as identity,
@@ -41,7 +41,6 @@ create index call_intent_rollout on call_intent (rollout_id, sequence);
 
 create table model_call (
   sequence bigint generated always as identity,
-  txid xid8 not null default pg_current_xact_id(),
   call_id uuid not null,
   rollout_id text not null,
   parent_id uuid,
@@ -111,7 +110,6 @@ create table model_call (
 create index model_call_rollout on model_call (rollout_id, sequence);
 create index model_call_summary on model_call (rollout_id, summary_hash);
 create index model_call_parent on model_call (parent_id);
-create index model_call_tail on model_call (txid, sequence);
 create index model_call_root on model_call (root_id, depth);
 
 create table call_end (
@@ -255,3 +253,49 @@ create trigger call_end_not_completed before insert on call_end
   for each row execute function refuse_second_end();
 alter table model_call enable always trigger model_call_not_ended;
 alter table call_end enable always trigger call_end_not_completed;
+
+-- Sequences are handed out before their events are committed, so a higher one may be seen before a lower one. Before a
+-- transaction takes its first sequence of a table it announces the last one that was taken, by a shared lock that it holds
+-- to its end: key 'tu' (29813) plus the table's number, then 48 bits of the sequence. Whoever reads the highest sequence
+-- first and then the announcements knows what is settled: nothing at or below the lowest of them will appear later. Nobody
+-- waits. A lock is taken once a transaction and table, for locks are limited.
+create function announce_sequence() returns trigger language plpgsql security definer set search_path from current as $$
+declare
+  announced text := 'turnlog.' || tg_table_name;
+  taken bigint;
+begin
+  if coalesce(current_setting(announced, true), '') = '' then
+    execute format(
+      'select case when is_called then last_value else 0 end from %s',
+      pg_get_serial_sequence(tg_relid::regclass::text, 'sequence')
+    ) into taken;
+    perform pg_advisory_xact_lock_shared((29813 + tg_argv[0]::bigint) << 48 | taken);
+    perform set_config(announced, taken::text, true);
+  end if;
+  return null;
+end
+$$;
+
+create trigger model_call_announced before insert on model_call
+  for each statement execute function announce_sequence(0);
+alter table model_call enable always trigger model_call_announced;
+
+create trigger rollout_outcome_announced before insert on rollout_outcome
+  for each statement execute function announce_sequence(1);
+alter table rollout_outcome enable always trigger rollout_outcome_announced;
+
+create trigger rollout_announced before insert on rollout
+  for each statement execute function announce_sequence(2);
+alter table rollout enable always trigger rollout_announced;
+
+create trigger trained_row_announced before insert on trained_row
+  for each statement execute function announce_sequence(3);
+alter table trained_row enable always trigger trained_row_announced;
+
+create trigger call_intent_announced before insert on call_intent
+  for each statement execute function announce_sequence(4);
+alter table call_intent enable always trigger call_intent_announced;
+
+create trigger call_end_announced before insert on call_end
+  for each statement execute function announce_sequence(5);
+alter table call_end enable always trigger call_end_announced;

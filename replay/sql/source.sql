@@ -2,7 +2,7 @@
 -- the parts of a position: an event with a higher sequence does not count.
 
 -- name: reached
--- The position of everything that this snapshot sees.
+-- The highest sequence of each kind of event that rows or their choice depend on.
 select
   (select coalesce(max(sequence), 0) from model_call) as calls,
   (select coalesce(max(sequence), 0) from rollout_outcome) as outcomes,

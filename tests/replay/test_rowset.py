@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,8 @@ from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.rowset import RowSet, build
 from replay.selection import Selection
 from replay.source import Position
-from store.database import read
+from store import log
+from store.database import open_database, read, write
 from store.events import CallCompleted, CallEnded, Event, RolloutOpened, RolloutScored, token_array, uuid7
 
 Remember = Callable[[Engine, Iterable[Event]], None]
@@ -302,3 +306,66 @@ def output_of(*calls: CallCompleted) -> Any:
         for at, call in enumerate(calls)
     ]
     return {"version": 1, "hash_version": 1, "form": "chat", "source": "00" * 32, "passages": passages}
+
+
+@pytest.mark.postgres
+def test_a_position_is_not_passed_by_a_commit_that_comes_late(
+    postgres_database: Engine, remember: Remember, make_chain_maker: Any
+) -> None:
+    """Two servers write at once: the first takes lower sequences and commits later."""
+    early, late = make_chain_maker(0)(rollout_id="early"), make_chain_maker(1)(rollout_id="late")
+    remember(postgres_database, [opened("early", 1), early[0]])
+    with write(postgres_database) as connection:
+        log.append(connection, [opened("late", 2), late[0], scored("late", 1.0)])
+        remember(postgres_database, [early[1], scored("early", 0.5)])
+        before = build(postgres_database)
+        assert numbers(before) == [("early", (1,))], "what was committed above an open transaction waits for it"
+        log.append(connection, late[1:])
+    again = build(postgres_database, position=Position.parse(str(before.position)))
+    assert (again.digest(), again.scores) == (before.digest(), before.scores)
+    now = build(postgres_database)
+    assert numbers(now) == [("early", (1, 2)), ("late", (1, 2, 3))]
+    assert len(now.scores) == 2
+    ahead = Position(calls=now.position.calls + 1, outcomes=0, rollouts=0, trained=0)
+    with write(postgres_database) as connection:
+        log.append(connection, [make_chain_maker(2)(rollout_id="open")[0]])
+        with pytest.raises(PositionAhead):
+            build(postgres_database, position=ahead)
+
+
+@pytest.mark.postgres
+def test_sixteen_writers_never_pass_a_position(postgres_url: str, remember: Remember, make_chain_maker: Any) -> None:
+    """Positions taken while they write give the same rows after they have written."""
+    taken: list[RowSet] = []
+    done = threading.Event()
+
+    def write_some(number: int) -> None:
+        dice = random.Random(number)
+        database = open_database(postgres_url)
+        for turn in range(6):
+            calls = make_chain_maker(100 * number + turn)(rollout_id=f"r{number}.{turn}")
+            with write(database) as connection:
+                for call in calls:
+                    log.append(connection, [call])
+                    if dice.random() < 0.2:
+                        time.sleep(0.05)
+        database.dispose()
+
+    def read_some() -> None:
+        database = open_database(postgres_url)
+        while not done.is_set():
+            taken.append(build(database))
+        database.dispose()
+
+    reader = threading.Thread(target=read_some)
+    reader.start()
+    with ThreadPoolExecutor(16) as writers:
+        list(writers.map(write_some, range(16)))
+    done.set()
+    reader.join()
+    database = open_database(postgres_url)
+    assert len(build(database).rows) == 16 * 6
+    assert len({len(found.rows) for found in taken}) > 1, "positions were taken on the way"
+    for found in taken[:: max(1, len(taken) // 20)]:
+        assert build(database, position=found.position).digest() == found.digest()
+    database.dispose()
