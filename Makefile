@@ -28,7 +28,7 @@ bench: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --upgrade pip
-	$(RUN)/python -m pip install --editable '.[cpu,megatron]' --group dev
+	$(RUN)/python -m pip install --editable '.[cpu,megatron,examples]' --group dev
 	$(RUN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(READY)
 

@@ -152,7 +152,7 @@ def test_the_extras_exist() -> None:
 
 def test_the_folders_are_the_ones_that_there_are() -> None:
     named = set(re.findall(r"^\| `(\w+)/`", README, re.MULTILINE))
-    assert named == {"store", "migrations", "engine", "replay", "turnlog", "docs", "benchmarks", "tests"}
+    assert named == {"store", "migrations", "engine", "replay", "turnlog", "docs", "examples", "benchmarks", "tests"}
     assert all((ROOT / name).is_dir() for name in named)
 
 

@@ -3,9 +3,10 @@
 Knows how to make a folder that vLLM and transformers load as a Qwen3 model; does not know the server, the log or the
 trainer. Law: the same seed, code and library versions give the same bytes, and nothing is downloaded.
 
-The tokenizer is a byte-level BPE of 8,192 entries trained on the source of the Python standard library, with the
-ChatML, tool and thinking tokens of Qwen3. The weights are random, so the model's text is noise. That is a strong test
-of a log: about every second answer, decoded to text and tokenised again, gives other tokens than were sampled.
+The tokenizer is a byte-level BPE of 8,192 entries, or as many as are asked for, trained on the source of the Python
+standard library, with the ChatML, tool and thinking tokens of Qwen3. The weights are random, so the model's text is
+noise. That is a strong test of a log: about every second answer, decoded to text and tokenised again, gives other
+tokens than were sampled.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pathlib import Path
 from turnlog.errors import CorpusTooSmall, FolderTaken
 
 VOCABULARY = 8192
-"""Entries of the tokenizer, marks included; the model's vocabulary is exactly as large, so that every token that it
-samples has a text."""
+"""Entries of the tokenizer, marks included, where nothing else is asked for; the model's vocabulary is exactly as
+large, so that every token that it samples has a text."""
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
@@ -66,13 +67,13 @@ WORDS = (
 """How Qwen2 and Qwen3 cut text into words before merging; the format of their tokenizers prescribes it."""
 
 
-def build_model(folder: Path, *, seed: int = 0) -> Path:
+def build_model(folder: Path, *, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
     """Build the model in `folder` and return it; a folder that already holds the same build is left as it is.
 
     Takes a few seconds. A folder with another build is replaced, a folder with anything else is refused
-    (FolderTaken).
+    (FolderTaken). The fewer tokens the vocabulary has, the fewer samples a reward needs to move it.
     """
-    fingerprint = _fingerprint(seed)
+    fingerprint = _fingerprint(seed, vocabulary)
     record = folder / "turnlog_build.json"
     if record.is_file():
         if json.loads(record.read_text())["fingerprint"] == fingerprint:
@@ -81,8 +82,8 @@ def build_model(folder: Path, *, seed: int = 0) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise FolderTaken(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    end_of_turn, end_of_text = _write_tokenizer(folder)
-    _write_weights(folder, end_of_turn=end_of_turn, end_of_text=end_of_text, seed=seed)
+    end_of_turn, end_of_text = _write_tokenizer(folder, vocabulary)
+    _write_weights(folder, vocabulary, end_of_turn=end_of_turn, end_of_text=end_of_text, seed=seed)
     record.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
     return folder
 
@@ -91,13 +92,14 @@ def _chat_template() -> str:
     return files("turnlog.demo").joinpath("chat_template.jinja").read_text()
 
 
-def _fingerprint(seed: int) -> str:
+def _fingerprint(seed: int, vocabulary: int) -> str:
     parts = [
         Path(__file__).read_text(),
         _chat_template(),
         platform.python_version(),
         *(version(name) for name in ("tokenizers", "transformers", "torch")),
         str(seed),
+        str(vocabulary),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -108,7 +110,7 @@ def _standard_library() -> Iterator[str]:
         yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def _write_tokenizer(folder: Path) -> tuple[int, int]:
+def _write_tokenizer(folder: Path, size: int) -> tuple[int, int]:
     """Train the tokenizer, write its files, and return the ids of the end of a turn and the end of text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -122,7 +124,7 @@ def _write_tokenizer(folder: Path) -> tuple[int, int]:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(CONTROL_MARKS) - len(TEXT_MARKS),
+        vocab_size=size - len(CONTROL_MARKS) - len(TEXT_MARKS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -130,8 +132,8 @@ def _write_tokenizer(folder: Path) -> tuple[int, int]:
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in CONTROL_MARKS])
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in TEXT_MARKS])
     vocabulary = tokenizer.get_vocab()
-    if len(vocabulary) != VOCABULARY:
-        raise CorpusTooSmall(Path(os.__file__).parent, len(vocabulary), VOCABULARY)
+    if len(vocabulary) != size:
+        raise CorpusTooSmall(Path(os.__file__).parent, len(vocabulary), size)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2TokenizerFast",
@@ -147,14 +149,14 @@ def _write_tokenizer(folder: Path) -> tuple[int, int]:
     return vocabulary[END_OF_TURN], vocabulary[END_OF_TEXT]
 
 
-def _write_weights(folder: Path, *, end_of_turn: int, end_of_text: int, seed: int) -> None:
+def _write_weights(folder: Path, vocabulary: int, *, end_of_turn: int, end_of_text: int, seed: int) -> None:
     """Write a seeded random Qwen3 in float32, with the end-of-generation ids and no sampling defaults."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

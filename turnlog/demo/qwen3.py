@@ -1,7 +1,8 @@
-"""A Hugging Face Qwen3 folder as a megatron-core GPT model, in float32.
+"""A Hugging Face Qwen3 folder as a megatron-core GPT model in float32, and back.
 
 Knows the two layouts of the same weights; does not know how the model is trained or served.
-Law: the model gives the log-probabilities that the folder's own does, to float32 rounding.
+Law: the model gives the log-probabilities that the folder's own does, to float32 rounding; what is loaded and saved
+again is the same weights, bit for bit.
 
 Queries, keys and values are fused per key-value group, gate and up projections are stacked; all else maps one to one.
 """
@@ -20,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from pydantic import BaseModel, ConfigDict, JsonValue
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
 class Shape(BaseModel):
@@ -78,6 +79,16 @@ def load(folder: Path, core_attention: type[torch.nn.Module] | None = None) -> G
     return model
 
 
+def save(model: GPTModel, folder: Path) -> None:
+    """Write the weights to a folder that has the model's `config.json`, at once: a reader never finds half of them."""
+    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    mapped = huggingface_weights(Shape.read(folder), weights)
+    whole = {name: value.clone(memory_format=torch.contiguous_format) for name, value in mapped.items()}  # no views
+    aside = folder / "model.safetensors.new"
+    save_file(whole, aside, metadata={"format": "pt"})
+    aside.replace(folder / "model.safetensors")
+
+
 def trainable(model: GPTModel, *, learning_rate: float) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Wrap the model for training and make its optimizer: Adam without weight decay, gradients clipped at norm 1."""
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
@@ -114,10 +125,46 @@ def megatron_weights(shape: Shape, weights: Mapping[str, torch.Tensor]) -> dict[
     return mapped
 
 
+def huggingface_weights(shape: Shape, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights under Hugging Face's names and in its layout: what `megatron_weights` takes."""
+    mapped = {
+        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
+        "model.norm.weight": weights["decoder.final_layernorm.weight"],
+    }
+    if not shape.tie_word_embeddings:
+        mapped["lm_head.weight"] = weights["output_layer.weight"]
+    for layer in range(shape.num_hidden_layers):
+        source, target = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        query, key, value = _parted_qkv(shape, weights[f"{source}.self_attention.linear_qkv.weight"])
+        gate, up = weights[f"{source}.mlp.linear_fc1.weight"].chunk(2)
+        mapped |= {
+            f"{target}.input_layernorm.weight": weights[f"{source}.input_layernorm.weight"],
+            f"{target}.self_attn.q_proj.weight": query,
+            f"{target}.self_attn.k_proj.weight": key,
+            f"{target}.self_attn.v_proj.weight": value,
+            f"{target}.self_attn.q_norm.weight": weights[f"{source}.self_attention.q_layernorm.weight"],
+            f"{target}.self_attn.k_norm.weight": weights[f"{source}.self_attention.k_layernorm.weight"],
+            f"{target}.self_attn.o_proj.weight": weights[f"{source}.self_attention.linear_proj.weight"],
+            f"{target}.post_attention_layernorm.weight": weights[f"{source}.pre_mlp_layernorm.weight"],
+            f"{target}.mlp.gate_proj.weight": gate,
+            f"{target}.mlp.up_proj.weight": up,
+            f"{target}.mlp.down_proj.weight": weights[f"{source}.mlp.linear_fc2.weight"],
+        }
+    return mapped
+
+
 def _fused_qkv(shape: Shape, weights: Mapping[str, torch.Tensor], source: str) -> torch.Tensor:
     groups = shape.num_key_value_heads
     parts = [weights[f"{source}.{part}_proj.weight"].view(groups, -1, shape.hidden_size) for part in "qkv"]
     return torch.cat(parts, dim=1).reshape(-1, shape.hidden_size)
+
+
+def _parted_qkv(shape: Shape, fused: torch.Tensor) -> list[torch.Tensor]:
+    groups = shape.num_key_value_heads
+    queries = shape.num_attention_heads // groups
+    rows = [part * shape.head_dim for part in (queries, 1, 1)]
+    parts = torch.split(fused.view(groups, -1, shape.hidden_size), rows, dim=1)
+    return [part.reshape(-1, shape.hidden_size) for part in parts]
 
 
 def _config(shape: Shape) -> TransformerConfig:

@@ -106,10 +106,16 @@ def start_server(
 
 @contextmanager
 def model_server(
-    model: Path, *, url: str, log: Path, on_wait: Callable[[str], None] = lambda _: None
+    model: Path,
+    *,
+    url: str,
+    log: Path,
+    on_wait: Callable[[str], None] = lambda _: None,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Generator[str]:
-    """Run the server for the block; the value is its address. Raises ServerFailed as `start_server` does."""
-    server = start_server(model, url=url, log=log, on_wait=on_wait)
+    """Run the server for the block; the value is its address. Arguments and errors are those of `start_server`."""
+    server = start_server(model, url=url, log=log, on_wait=on_wait, flags=flags, environment=environment)
     try:
         yield server.address
     except Exception as error:
