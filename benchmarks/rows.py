@@ -10,6 +10,7 @@ three are kept. Rows come out the same way each time: tokens, mask and log-proba
 - *turnlog* selects, walks, checks links and lengths, decodes, derives every chain hash again and gives `Row`s.
 - *joined* is the fastest way that `notes` found for the source, with nothing checked: ordered by (root, depth) in the
   database, decoded, joined. Its rows are the same where no chain branches.
+- *exported* reads the rows that `turnlog rows --out` wrote, zstd-compressed Parquet in chain order.
 - *copied* copies the same bytes in memory, *read* reads the database file from end to end.
 - *full prompts* is the earlier design: each call kept with its whole prompt, rows found by comparing prefixes.
 """
@@ -33,10 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from sqlalchemy import Engine, text
 from synthetic_log import Shape, fill_postgres, fill_sqlite
 
+from replay import walk
+from replay.export import stream_parquet
+from replay.piece import Flags, Piece
 from replay.rowset import build, outlined, stream
+from replay.selection import Selection
 from store import codec, migrate
 from store.database import open_database, read
 
@@ -70,9 +76,8 @@ def main() -> None:
             file = Path(folder) / "log.db"
             urls = {"sqlite": f"sqlite:///{file}", "postgresql": make_url()}
             figures["rows"][name] = measure(name, shape, file, urls)
-            file.unlink()
-            Path(f"{file}-shm").unlink(missing_ok=True)
-            Path(f"{file}-wal").unlink(missing_ok=True)
+            for each in Path(folder).iterdir():
+                each.unlink()
         figures["storage"] = [storage(Path(folder), turns) for turns in (5, 20, 100, 500)]
     Path(__file__).with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -89,12 +94,15 @@ def measure(name: str, shape: Shape, file: Path, urls: dict[str, str]) -> dict[s
             fill_postgres(database, shape)
         database.dispose()
         print(f"{name}: {dialect} log made in {time.perf_counter() - began:.0f} s", flush=True)
+    database = open_database(urls["sqlite"])
+    stream_parquet(stream(database), file.with_suffix(".parquet"), Selection())
+    database.dispose()
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(REPEATS):
         for dialect, url in urls.items():
             for variant in ("turnlog", "joined", "outline", "batch"):
                 found.setdefault(f"{dialect} {variant}", []).append(run(variant, url, str(file)))
-        for variant in ("copied", "read"):
+        for variant in ("exported", "copied", "read"):
             found.setdefault(variant, []).append(run(variant, urls["sqlite"], str(file)))
     table = {
         each: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for each, runs in found.items()
@@ -123,6 +131,7 @@ def child(variant: str, url: str, other: str) -> None:
         "joined": joined_sqlite if database.dialect.name == "sqlite" else joined_postgres,
         "outline": by_outline,
         "batch": random_batch,
+        "exported": exported,
         "copied": copied,
         "read": read_file,
         "prompts": full_prompts,
@@ -157,12 +166,36 @@ def by_turnlog(database: Engine, _: str) -> dict[str, float]:
 
 
 def by_outline(database: Engine, _: str) -> dict[str, float]:
-    """All rows of the log without their tokens: what choosing costs."""
+    """All rows of the log without their tokens: what choosing costs, and how much of that the recursive query takes."""
+    walked = 0.0
+
+    def timed(piece: Piece, counts: Flags) -> walk.Paths:
+        nonlocal walked
+        start = time.perf_counter()
+        found = paths(piece, counts)
+        walked += time.perf_counter() - start
+        return found
+
+    paths, walk.paths = walk.paths, timed
     began = time.perf_counter()
     table = outlined(database).table
     seconds = time.perf_counter() - began
     sums = (int(np.sum(table[name].to_numpy())) for name in ("length", "trained"))
-    return rates(seconds, table.num_rows, *sums)
+    return {**rates(seconds, table.num_rows, *sums), "recursive_query_s": walked}
+
+
+def exported(_: Engine, other: str) -> dict[str, float]:
+    """The rows that `turnlog rows --out` wrote, read with pyarrow a few thousand at a time."""
+    began = time.perf_counter()
+    rows = tokens = trained = 0
+    names = ["row_id", "token_ids", "loss_mask", "logprobs"]
+    with pq.ParquetFile(Path(other).with_suffix(".parquet")) as file:
+        for batch in file.iter_batches(batch_size=2000, columns=names):
+            rows += batch.num_rows
+            arrays = [batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in names[1:]]
+            tokens += len(arrays[0])
+            trained += int(np.count_nonzero(arrays[1]))
+    return rates(time.perf_counter() - began, rows, tokens, trained)
 
 
 def random_batch(database: Engine, _: str) -> dict[str, float]:
@@ -268,8 +301,8 @@ def storage(folder: Path, turns: int) -> dict[str, Any]:
     """Bytes on disk per trained token, and time to all rows, against full prompts: one rewrite, SQLite both."""
     rollouts = max(2, 2000 // turns)
     ours, theirs = folder / "ours.db", folder / "prompts.db"
-    for file in (ours, theirs):
-        file.unlink(missing_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
     database = open_database(f"sqlite:///{ours}")
     migrate.upgrade(database)
     fill_sqlite(ours, Shape(rollouts=rollouts, calls=turns))
