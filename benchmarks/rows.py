@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 from sqlalchemy import Engine, text
@@ -169,10 +170,10 @@ def by_outline(database: Engine, _: str) -> dict[str, float]:
     """All rows of the log without their tokens: what choosing costs, and how much of that the recursive query takes."""
     walked = 0.0
 
-    def timed(piece: Piece, counts: Flags) -> walk.Paths:
+    def timed(piece: Piece, counts: Flags, engine: duckdb.DuckDBPyConnection) -> walk.Paths:
         nonlocal walked
         start = time.perf_counter()
-        found = paths(piece, counts)
+        found = paths(piece, counts, engine)
         walked += time.perf_counter() - start
         return found
 

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import duckdb
 import pyarrow as pa
 from sqlalchemy import Engine
 
@@ -200,14 +201,16 @@ def _chains(
     reader: Reader, found: Contents, position: Position, selection: Selection
 ) -> Iterator[tuple[Piece, Selected, Chains, list[Refusal]]]:
     """Each piece of the log, what is selected of it, its checked chains and the rollouts refused so far."""
-    for piece in source.pieces(reader, found, position, calls=_CALLS_AT_ONCE, answers=selection.reads_answers):
-        selected = select(selection, piece)
-        chains, refused = chain.check(piece, selected.counts, walk.paths(piece, selected.counts))
-        for place, answer in selected.not_selectable.items():
-            rollout_id = piece.rollouts[place].rollout_id
-            detail = f"rollout {rollout_id}: {answer.detail}"
-            refused.append(Refusal(rollout_id=rollout_id, call_id=None, reason=answer.reason, detail=detail))
-        yield piece, selected, chains, refused
+    answers = selection.reads_answers
+    with duckdb.connect(":memory:") as engine:
+        for piece in source.pieces(reader, found, position, calls=_CALLS_AT_ONCE, answers=answers):
+            selected = select(selection, piece)
+            chains, refused = chain.check(piece, selected.counts, walk.paths(piece, selected.counts, engine))
+            for place, answer in selected.not_selectable.items():
+                rollout_id = piece.rollouts[place].rollout_id
+                detail = f"rollout {rollout_id}: {answer.detail}"
+                refused.append(Refusal(rollout_id=rollout_id, call_id=None, reason=answer.reason, detail=detail))
+            yield piece, selected, chains, refused
 
 
 def _counts(piece: Piece, selected: Selected, refused: Sequence[Refusal]) -> Counts:

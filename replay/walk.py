@@ -6,6 +6,7 @@ Law: a path is placed by the position that the query computes, never by the orde
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import duckdb
@@ -38,16 +39,22 @@ class Paths:
         return self.call[self.start[:-1]]
 
 
-def paths(piece: Piece, counts: Flags) -> Paths:
-    """The paths over the calls that count."""
+def paths(piece: Piece, counts: Flags, engine: duckdb.DuckDBPyConnection | None = None) -> Paths:
+    """The paths over the calls that count.
+
+    Args:
+        piece: of the log.
+        counts: which of its calls are selected, [N].
+        engine: to use again; a new one takes longer to start than a small piece to walk.
+    """
     model_call = piece.calls.select(["call_id", "parent_id"])
     model_call = model_call.append_column("call", pa.array(np.arange(len(counts))))
     model_call = model_call.append_column("rollout", pa.array(piece.rollout))
     longest = int(np.diff(piece.first).max(initial=0))  # ends a walk in a circle
-    with duckdb.connect(":memory:") as engine:
-        engine.register("model_call", model_call)
-        engine.register("selected", pa.table({"call": pa.array(np.flatnonzero(counts))}))
-        lines = engine.sql(query("chain"), params={"max_depth": longest}).to_arrow_table()
+    with nullcontext(engine) if engine is not None else duckdb.connect(":memory:") as running:
+        running.register("model_call", model_call)
+        running.register("selected", pa.table({"call": pa.array(np.flatnonzero(counts))}))
+        lines = running.sql(query("chain"), params={"max_depth": longest}).to_arrow_table()
     tip, position, call = (lines[name].to_numpy() for name in ("tip", "position", "call"))
     top = np.zeros(len(counts), np.int64)
     top[tip[position == 0]] = call[position == 0]
