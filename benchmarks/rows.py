@@ -4,8 +4,8 @@ machine can do at best and against the earlier design.
     python benchmarks/rows.py                  # everything: about half an hour, 10 GB of disk
     python benchmarks/rows.py --scale 0.1      # a tenth of the rollouts
 
-Each reading is a process of its own (peak memory is its own), the variants of one question take turns, and medians of
-three are kept. Rows come out the same way each time: tokens, mask and log-probabilities end to end, 9 bytes a token.
+Each reading is a process of its own (peak memory is its own), the variants of one question take turns, and medians are
+kept. Rows come out the same way each time: tokens, mask and log-probabilities end to end, 9 bytes a token.
 
 - *turnlog* selects, walks, checks links and lengths, decodes, derives every chain hash again and gives `Row`s.
 - *joined* is the fastest way that `notes` found for the source, with nothing checked: ordered by (root, depth) in the
@@ -37,7 +37,7 @@ import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 from sqlalchemy import Engine, text
-from synthetic_log import Shape, fill_postgres, fill_sqlite
+from synthetic_log import Shape, fill_both, fill_sqlite
 
 from replay import walk
 from replay.export import stream_parquet
@@ -47,7 +47,6 @@ from replay.selection import Selection
 from store import codec, migrate
 from store.database import open_database, read
 
-REPEATS = 3
 BATCH = 500
 
 
@@ -55,12 +54,18 @@ def main() -> None:
     """Make the logs, measure in turns, print and keep the figures beside this script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rollouts")
+    parser.add_argument("--repeats", type=int, default=3, help="of each reading; medians are kept")
     parser.add_argument("--child", nargs=3, metavar=("VARIANT", "URL", "OTHER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         child(*asked.child)
         return
-    figures: dict[str, Any] = {"scale": asked.scale, "machine": platform.machine(), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {
+        "scale": asked.scale,
+        "repeats": asked.repeats,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
     figures["commit"] = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -76,30 +81,33 @@ def main() -> None:
         for name, shape in shapes.items():
             file = Path(folder) / "log.db"
             urls = {"sqlite": f"sqlite:///{file}", "postgresql": make_url()}
-            figures["rows"][name] = measure(name, shape, file, urls)
+            figures["rows"][name] = measure(name, shape, file, urls, asked.repeats)
+            keep(figures)
             for each in Path(folder).iterdir():
                 each.unlink()
-        figures["storage"] = [storage(Path(folder), turns) for turns in (5, 20, 100, 500)]
+        figures["storage"] = [storage(Path(folder), turns, asked.repeats) for turns in (5, 20, 100, 500)]
+    keep(figures)
+
+
+def keep(figures: dict[str, Any]) -> None:
+    """Write what is known so far beside this script."""
     Path(__file__).with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def measure(name: str, shape: Shape, file: Path, urls: dict[str, str]) -> dict[str, Any]:
+def measure(name: str, shape: Shape, file: Path, urls: dict[str, str], repeats: int) -> dict[str, Any]:
     """One shape on both databases, all variants in turns."""
-    for dialect, url in urls.items():
+    began = time.perf_counter()
+    for url in urls.values():
         database = open_database(url)
         migrate.upgrade(database)
-        began = time.perf_counter()
-        if dialect == "sqlite":
-            fill_sqlite(file, shape)
-        else:
-            fill_postgres(database, shape)
         database.dispose()
-        print(f"{name}: {dialect} log made in {time.perf_counter() - began:.0f} s", flush=True)
+    fill_both(file, open_database(urls["postgresql"]), shape)
+    print(f"{name}: logs made in {time.perf_counter() - began:.0f} s", flush=True)
     database = open_database(urls["sqlite"])
     stream_parquet(stream(database), file.with_suffix(".parquet"), Selection())
     database.dispose()
     found: dict[str, list[dict[str, float]]] = {}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for dialect, url in urls.items():
             for variant in ("turnlog", "joined", "outline", "batch"):
                 found.setdefault(f"{dialect} {variant}", []).append(run(variant, url, str(file)))
@@ -298,7 +306,7 @@ def read_file(database: Engine, other: str) -> dict[str, float]:
     return rates(time.perf_counter() - began, table.num_rows, tokens, trained)
 
 
-def storage(folder: Path, turns: int) -> dict[str, Any]:
+def storage(folder: Path, turns: int, repeats: int) -> dict[str, Any]:
     """Bytes on disk per trained token, and time to all rows, against full prompts: one rewrite, SQLite both."""
     rollouts = max(2, 2000 // turns)
     ours, theirs = folder / "ours.db", folder / "prompts.db"
@@ -310,7 +318,7 @@ def storage(folder: Path, turns: int) -> dict[str, Any]:
     _write_prompts(database, theirs)
     found = {"turns": turns, "rollouts": rollouts}
     for name, variant, file in (("turnlog", "turnlog", ours), ("full prompts", "prompts", theirs)):
-        runs = [run(variant, f"sqlite:///{ours}", str(file)) for _ in range(REPEATS)]
+        runs = [run(variant, f"sqlite:///{ours}", str(file)) for _ in range(repeats)]
         seconds = statistics.median(each["seconds"] for each in runs)
         trained = runs[0]["m_trained_per_s"] * runs[0]["seconds"] * 1e6
         found[name] = {

@@ -9,7 +9,7 @@ million events would take half an hour. Event digests are random: replay puts th
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,23 +55,34 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
     live = [_Rollout(number) for number in range(min(LIVE, shape.rollouts))]
     begun = len(live)
     count = 0
+    draws = np.zeros((0, 4))
     while live:
-        which = int(dice.integers(len(live)))
+        if not len(draws):
+            draws = dice.random((10_000, 4))
+            draw = iter(draws.tolist())
+            noise = dice.bytes(len(draws) * 74)
+            scores = (-dice.exponential(0.5, 1 << 20)).astype("<f4")
+        one = next(draw, None)
+        if one is None:
+            draws = draws[:0]
+            continue
+        which = int(one[0] * len(live))
+        random = noise[count % 10_000 * 74 :][:74]
         rollout = live[which]
         cut = rollout.done % -(-shape.calls // (shape.rewrites + 1)) == 0
-        size = int((ROOT if cut else DELTA) * shape.scale * dice.uniform(0.7, 1.3)) + 2
-        sampled = max(1, min(int(SAMPLED * shape.scale * dice.uniform(0.5, 1.5)), size - 1))
-        start = int(dice.integers(len(text) - size))
+        size = int((ROOT if cut else DELTA) * shape.scale * (0.7 + 0.6 * one[1])) + 2
+        sampled = max(1, min(int(SAMPLED * shape.scale * (0.5 + one[2])), size - 1))
+        start = int(one[3] * (len(text) - size))
         raw = text[start : start + size].astype("<i4").tobytes()
         count += 1
-        call_id = uuid7(count, dice.bytes(10))
+        call_id = uuid7(count, random[:10])
         parent = None if cut else rollout.parent
         prev_len = 0 if parent is None else rollout.length
         chain_hash = hashing.chain_hash(None if parent is None else rollout.chain_hash, raw)
         root = call_id if parent is None else rollout.root
         depth = 0 if parent is None else rollout.depth + 1
         packed = codec.pack(raw)
-        request = dice.bytes(32)
+        request = random[10:42]
         values = {
             "call_id": call_id,
             "rollout_id": rollout.name,
@@ -105,7 +116,7 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
             "writer_seq": count,
             "started_at": count,
             "completed_at": count + 1,
-            "digest": dice.bytes(32),
+            "digest": random[42:],
             "evidence": "{}",
             "sampling": '{"temperature":1.0}',
             "hints": "{}",
@@ -115,7 +126,7 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
             "answer_digests": blank,
             "codec": packed.codec,
             "token_ids": packed.data,
-            "logprobs": (-dice.exponential(0.5, sampled)).astype("<f4").tobytes(),
+            "logprobs": scores[start % 1_000_000 :][:sampled].tobytes(),
         }
         yield tuple(values[name] for name in COLUMNS)
         rollout.parent, rollout.root, rollout.depth, rollout.chain_hash = call_id, root, depth, chain_hash
@@ -137,8 +148,25 @@ class _Rollout:
         self.chain_hash = b""
 
 
-def fill_sqlite(file: Path, shape: Shape) -> None:
-    """Write the log into a SQLite file of the newest schema."""
+def fill_both(file: Path, database: Engine, shape: Shape) -> None:
+    """Write the same log into a SQLite file and a PostgreSQL database, both empty and of the newest schema."""
+    url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(url) as postgres, postgres.cursor() as cursor:
+        with cursor.copy(f"copy model_call ({', '.join(COLUMNS)}) from stdin (format binary)") as copy:
+            types = {column.name: _type(column) for column in schema.model_call.columns}
+            copy.set_types([types[name] for name in COLUMNS])
+            fill_sqlite(file, shape, also=copy.write_row)
+        cursor.executemany(
+            "insert into rollout (rollout_id, group_id, metadata, opened_at, digest) values (%s, %s, '{}', %s, %s)",
+            list(_openings(shape)),
+        )
+        postgres.commit()
+    with psycopg.connect(url, autocommit=True) as postgres:
+        postgres.execute("vacuum analyze")
+
+
+def fill_sqlite(file: Path, shape: Shape, *, also: Callable[[tuple[Any, ...]], None] | None = None) -> None:
+    """Write the log into a SQLite file of the newest schema; `also` sees every line."""
     connection = sqlite3.connect(file, isolation_level=None)
     connection.execute("pragma synchronous = off")
     connection.execute("pragma cache_size = -400000")
@@ -147,6 +175,8 @@ def fill_sqlite(file: Path, shape: Shape) -> None:
     ids = [COLUMNS.index(name) for name in ("call_id", "parent_id", "root_id", "writer_id")]
 
     def line(values: tuple[Any, ...]) -> list[Any]:
+        if also is not None:
+            also(values)
         found = list(values)
         for at in ids:
             found[at] = found[at] and found[at].bytes
@@ -160,24 +190,6 @@ def fill_sqlite(file: Path, shape: Shape) -> None:
     connection.execute("commit")
     connection.execute("pragma wal_checkpoint(truncate)")
     connection.close()
-
-
-def fill_postgres(database: Engine, shape: Shape) -> None:
-    """Write the log into a PostgreSQL database of the newest schema."""
-    url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(url) as connection, connection.cursor() as cursor:
-        with cursor.copy(f"copy model_call ({', '.join(COLUMNS)}) from stdin (format binary)") as copy:
-            types = {column.name: _type(column) for column in schema.model_call.columns}
-            copy.set_types([types[name] for name in COLUMNS])
-            for values in events(shape):
-                copy.write_row(values)
-        cursor.executemany(
-            "insert into rollout (rollout_id, group_id, metadata, opened_at, digest) values (%s, %s, '{}', %s, %s)",
-            list(_openings(shape)),
-        )
-        connection.commit()
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("vacuum analyze")
 
 
 def _type(column: Any) -> str:
