@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
 from vllm.renderers.params import ChatParams
 
 from engine import decide
@@ -288,6 +289,7 @@ class Worker:
             # The sampled token's alone, on a copy: the server shows a client what it asked for itself.
             sampling_params = copy.copy(sampling_params)
             sampling_params.logprobs = 0
+            sampling_params.flat_logprobs = True  # three lists, in place of an object and a dict for each token
         return self._captured(call, prompt, sampling_params, request_id, options)
 
     async def _captured(
@@ -338,11 +340,19 @@ def _collect(call: Call, output: Any, *, delta: bool) -> None:
             sampled.token_ids.clear()
             sampled.logprobs.clear()
         token_ids = list(choice.token_ids)
-        logprobs = choice.logprobs or ()
-        sampled.extend(token_ids, [step[token].logprob for token, step in zip(token_ids, logprobs, strict=True)])
+        sampled.extend(token_ids, _logprobs_of(token_ids, choice.logprobs or ()))
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
         if versions := getattr(choice, "weight_versions", None):
             sampled.versions = tuple((span.version, span.start, span.end) for span in versions)
+
+
+def _logprobs_of(token_ids: Sequence[int], found: Any) -> list[float]:
+    """The sampled tokens' own log-probabilities, which stand first at each place of vLLM's flat container."""
+    if isinstance(found, FlatLogprobs):
+        if [found.token_ids[at] for at in found.start_indices] != token_ids:
+            raise CaptureFailed("the engine gave log-probabilities of other tokens than it sampled")
+        return [found.logprobs[at] for at in found.start_indices]
+    return [step[token].logprob for token, step in zip(token_ids, found, strict=True)]
 
 
 @contextmanager

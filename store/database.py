@@ -22,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from store.errors import BadUrl, LogUnavailable
 
 _WRITE = "turnlog_write"
+_USED = "turnlog_used"
+_REST_SECONDS = 1.0
+"""How long a connection to PostgreSQL may rest before it is asked whether it still is one."""
 _BUSY_SECONDS = 30
 """How long SQLite waits for another process's write transaction; they last milliseconds."""
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
@@ -70,7 +74,32 @@ def open_database(url: str | None = None) -> Engine:
     connect: dict[str, Any] = {"application_name": "turnlog"}
     if "connect_timeout" not in parsed.query:
         connect["connect_timeout"] = 5
-    return create_engine(parsed, pool_pre_ping=True, connect_args=connect)
+    database = create_engine(parsed, connect_args=connect)
+    event.listen(database, "connect", _note_use)
+    event.listen(database, "checkin", _note_use)
+    event.listen(database, "checkout", _expect_alive)
+    return database
+
+
+def _note_use(_: Any, record: ConnectionPoolEntry) -> None:
+    record.info[_USED] = time.monotonic()
+
+
+def _expect_alive(connection: Any, record: ConnectionPoolEntry, _: Any) -> None:
+    """Connect anew where the server is known to have closed the connection, or does not answer after a rest.
+
+    Asking before each use, as SQLAlchemy can, would be every second thing that a busy model server asks. One use fails
+    when the database goes in the midst of work, as it then also can between the question and the use.
+    """
+    alive = not connection.closed
+    if alive and time.monotonic() - record.info[_USED] > _REST_SECONDS:
+        try:
+            connection.execute("select 1")
+            connection.rollback()
+        except connection.OperationalError:
+            alive = False
+    if not alive:
+        raise exc.InvalidatePoolError
 
 
 def _open_sqlite(url: URL) -> Engine:

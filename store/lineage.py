@@ -9,8 +9,10 @@ The statements are in `sql/lineage.sql`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import chain
 from typing import Any
@@ -18,7 +20,9 @@ from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Row, TextualSelect, bindparam, column, text
+from sqlalchemy import Connection, Dialect, TextualSelect, bindparam, column, text
+from sqlalchemy.dialects.postgresql import psycopg
+from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import codec, hashing, schema
 from store.errors import BrokenLink
@@ -66,30 +70,16 @@ class TracedCall:
 
 def find_by_summary(connection: Connection, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
     """The rollout's completed calls that have one of these summary hashes, in order of sequence: indexed queries."""
-    found: list[Row[Any]] = []
-    for at in range(0, len(keys), _KEYS):
-        some = [*keys[at : at + _KEYS]]
-        some += some[-1:] * (_KEYS - len(some))
-        values = {f"key_{number}": key for number, key in enumerate(some, 1)}
-        found += connection.execute(_FIND_BY_SUMMARY, {"rollout_id": rollout_id, **values})
-    known = [
-        KnownCall(
-            call_id=row.call_id,
-            rollout_id=row.rollout_id,
-            parent_id=row.parent_id,
-            root_id=row.root_id,
-            depth=row.depth,
-            sequence=row.sequence,
-            chain_len=row.prompt_len + row.sampled_len,
-            hash_version=row.hash_version,
-            summary_hash=row.summary_hash,
-            chain_hash=row.chain_hash,
-            reasoning_digest=row.reasoning_digest,
-            response_id=row.response_id,
-            answer_item_ids=tuple(row.answer_item_ids),
-        )
-        for row in found
-    ]
+    question = _question(connection.dialect.name)
+    known: list[KnownCall] = []
+    # By the driver itself: each call asks this, and SQLAlchemy would take most of the time.
+    with closing(connection.connection.cursor()) as cursor:
+        for at in range(0, len(keys), _KEYS):
+            some = [*keys[at : at + _KEYS]]
+            some += some[-1:] * (_KEYS - len(some))
+            values = {"rollout_id": rollout_id, **{f"key_{number}": key for number, key in enumerate(some, 1)}}
+            cursor.execute(question.text, [values[name] for name in question.parameters])
+            known += [question.answer(row) for row in cursor.fetchall()]
     return sorted(known, key=lambda call: call.sequence)
 
 
@@ -147,6 +137,42 @@ def recent_requests(connection: Connection, rollout_id: str, limit: int = 32) ->
             )
         )
     return recent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """The statement `find_by_summary` as one driver takes it."""
+
+    text: str
+    parameters: tuple[str, ...]
+    columns: tuple[tuple[str, Callable[[Any], Any] | None], ...]
+    """In their order: a column, and how its value is read where the driver's is not it."""
+
+    def answer(self, row: Sequence[Any]) -> KnownCall:
+        """One row of the driver's."""
+        fields = {
+            name: value if read is None else read(value) for (name, read), value in zip(self.columns, row, strict=True)
+        }
+        fields["chain_len"] = fields.pop("prompt_len") + fields.pop("sampled_len")
+        fields["answer_item_ids"] = tuple(fields["answer_item_ids"])
+        return KnownCall(**fields)
+
+
+@cache
+def _question(database: str) -> _Question:
+    made = {"sqlite": (pysqlite.dialect, "qmark"), "postgresql": (psycopg.dialect, "format")}
+    kind, style = made[database]
+    dialect: Dialect = kind(paramstyle=style)
+    compiled = _FIND_BY_SUMMARY.compile(dialect=dialect)
+    assert compiled.positiontup is not None, "both parameter styles are positional"
+    return _Question(
+        text=str(compiled),
+        parameters=tuple(compiled.positiontup),
+        columns=tuple(
+            (found.name, found.type.dialect_impl(dialect).result_processor(dialect, None))
+            for found in _FIND_BY_SUMMARY.selected_columns
+        ),
+    )
 
 
 def _statement(name: str) -> TextualSelect:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import logging.handlers
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,16 @@ from sqlalchemy import Engine
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
 
+from engine.capture import CaptureFailed
 from engine.errors import EngineMismatch
 from engine.gateway import Gateway
 from engine.journal import Journal
 from engine.plugin import Plugin, install
 from engine.rollouts import Service, router
 from engine.settings import Settings
-from engine.worker import Worker, check
+from engine.worker import Worker, _logprobs_of, check
 from store.database import write
 from store.errors import MediaUnavailable, SchemaMismatch
 
@@ -82,6 +85,18 @@ def test_the_installed_vllm_has_the_signatures_that_are_wrapped() -> None:
     engine.renderer.render_chat_async = BaseRenderer.render_chat_async.__get__(object())  # type: ignore[method-assign]
     engine.generate = AsyncLLM.generate.__get__(object())  # type: ignore[method-assign]
     check(engine)
+
+
+def test_log_probabilities_of_other_tokens_than_were_sampled_are_no_true_event() -> None:
+    found = FlatLogprobs()
+    found.append_fast([5], [-0.5], itertools.chain([1]), ["a"])
+    found.append_fast([6, 7], [-1.5, -0.1], itertools.chain([2, 1]), ["b", "c"])  # the sampled token, then the best one
+    assert _logprobs_of([5, 6], found) == [-0.5, -1.5]
+    assert _logprobs_of([5, 6], list(found)) == [-0.5, -1.5]
+    with pytest.raises(CaptureFailed, match="other tokens than it sampled"):
+        _logprobs_of([5, 7], found)
+    with pytest.raises(CaptureFailed, match="other tokens than it sampled"):
+        _logprobs_of([5], found)
 
 
 def test_what_a_template_refuses_at_start_up_alarms_nobody(sqlite_database: Engine, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import exc, select, text
 
 from store import log, migrate, schema
-from store.database import database_url, open_database, read, shown_url, write
+from store.database import database_url, open_database, read, read_one, shown_url, write
 from store.errors import BadUrl, LogUnavailable
 from store.events import RolloutOpened
 
@@ -170,6 +170,28 @@ def test_a_connection_that_is_cut_is_unavailable_and_the_next_one_works(postgres
     with pytest.raises(LogUnavailable, match="terminat"), write(postgres_database) as connection:
         connection.execute(cut)
     with read(postgres_database) as connection:
+        assert log.rollouts(connection) == []
+
+
+@pytest.mark.postgres
+def test_a_connection_that_is_closed_while_it_rests_is_replaced_unseen(postgres_database, monkeypatch):
+    monkeypatch.setattr("store.database._REST_SECONDS", 0)
+    backend = text("select pg_backend_pid()")
+    with read(postgres_database) as connection:
+        rested = connection.scalar(backend)
+    other = open_database(postgres_database.url.render_as_string(hide_password=False))
+    with write(other) as connection:
+        connection.execute(text(f"select pg_terminate_backend({rested}, 10000)"))
+    other.dispose()
+    with read(postgres_database) as connection:
+        assert connection.scalar(backend) != rested
+
+
+@pytest.mark.postgres
+def test_a_connection_that_breaks_in_use_is_not_used_again(postgres_database):
+    with pytest.raises(LogUnavailable, match="terminat"), read_one(postgres_database) as connection:
+        connection.connection.cursor().execute("select pg_terminate_backend(pg_backend_pid())")
+    with read_one(postgres_database) as connection:
         assert log.rollouts(connection) == []
 
 
