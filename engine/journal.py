@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 from uuid import UUID
 
@@ -43,6 +43,15 @@ _IN_FLIGHT = 512
 """Appends waiting for their commit at once; beyond that, calls wait for their turn."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A look-up that waits for those of the same turn of the event loop."""
+
+    rollout_id: str
+    keys: Sequence[bytes]
+    found: asyncio.Future[list[KnownCall]]
+
+
 class Journal:
     """One worker's way to the log: look-ups in threads, appends through the group-committing writer."""
 
@@ -54,6 +63,7 @@ class Journal:
         self._writer_id = self.new_id()
         self._writer_seq = 0
         self._turns = asyncio.Semaphore(_IN_FLIGHT)
+        self._asked: list[_Asked] = []
         self._open: set[str] = set()
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
         self._chain_tokens = 0
@@ -75,7 +85,11 @@ class Journal:
 
     async def look_up(self, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
         """The rollout's completed calls with one of these summary hashes: one indexed query."""
-        return await self._ask(read_one, lambda connection: lineage.find_by_summary(connection, rollout_id, keys))
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._look_up_together)
+        self._asked.append(asked := _Asked(rollout_id=rollout_id, keys=keys, found=loop.create_future()))
+        return await asked.found
 
     async def recent(self, rollout_id: str) -> list[TracedCall]:
         """The rollout's latest calls with their item digests, to tell the reason of a root."""
@@ -113,10 +127,15 @@ class Journal:
     async def append(self, events: Sequence[Event]) -> None:
         """Append the events in one transaction; returns when they are durable. Raises LogDown."""
         async with self._turns:
+            # A task begins with the event loop's next turn. So what is ready in one turn makes one commit, which calls
+            # leave side by side: none of them could go on before the turn's end. A caller that is cancelled stops none.
             try:
-                await asyncio.shield(asyncio.wrap_future(self._writer.submit(events)))
+                await asyncio.shield(asyncio.create_task(self._submit(events)))
             except LogError as error:
                 raise LogDown(str(error)) from error
+
+    async def _submit(self, events: Sequence[Event]) -> None:
+        await asyncio.wrap_future(self._writer.submit(events))
 
     def append_later(self, events: Sequence[Event]) -> None:
         """Append without waiting, for a caller that is being cancelled; a failure is logged."""
@@ -127,19 +146,35 @@ class Journal:
 
     async def query(self, question: Callable[[Connection], _T]) -> _T:
         """Answer a question from a consistent snapshot, in a thread. Raises LogDown."""
-        return await self._ask(read, question)
 
-    async def _ask(
-        self, reading: Callable[[Engine], AbstractContextManager[Connection]], question: Callable[[Connection], _T]
-    ) -> _T:
         def ask() -> _T:
-            with reading(self.database) as connection:
+            with read(self.database) as connection:
                 return question(connection)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._readers, ask)
         except LogError as error:
             raise LogDown(str(error)) from error
+
+    def _look_up_together(self) -> None:
+        """Look up what was asked in one turn of the event loop, in one thread and on one connection."""
+        asked, self._asked = self._asked, []
+
+        def ask() -> list[list[KnownCall]]:
+            with read_one(self.database) as connection:
+                return [lineage.find_by_summary(connection, each.rollout_id, each.keys) for each in asked]
+
+        def answer(done: asyncio.Future[list[list[KnownCall]]]) -> None:
+            error = done.exception()
+            for number, each in enumerate(asked):
+                if each.found.done():  # its request was cancelled
+                    continue
+                if error is None:
+                    each.found.set_result(done.result()[number])
+                else:
+                    each.found.set_exception(LogDown(str(error)) if isinstance(error, LogError) else error)
+
+        asyncio.get_running_loop().run_in_executor(self._readers, ask).add_done_callback(answer)
 
     def mark_lost(self) -> list[CallEnded]:
         """End the intents that this worker left open when it stopped; returns what was lost. Blocks: for start-up."""
