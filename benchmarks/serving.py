@@ -66,7 +66,7 @@ class Case:
     """Lines of what the agent is told, about 20 tokens each."""
     rollouts: int = 16
     rollouts_of_200: int = 16
-    """At 200 turns stock vLLM spends most of a run on its tokenizer: fewer, or one figure takes many minutes."""
+    """Fewer at 200 turns, where attending to so long a history makes one run take many minutes."""
 
 
 CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(sampled=32, said=10, rollouts_of_200=4)}
