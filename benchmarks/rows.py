@@ -48,27 +48,24 @@ from store import codec, migrate
 from store.database import open_database, read
 
 BATCH = 500
+FIGURES = Path(__file__).with_suffix(".json")
 
 
 def main() -> None:
     """Make the logs, measure in turns, print and keep the figures beside this script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rollouts")
+    parser.add_argument("--only", default="", help="shapes whose names contain this; the figures of others are kept")
     parser.add_argument("--repeats", type=int, default=3, help="of each reading; medians are kept")
     parser.add_argument("--child", nargs=3, metavar=("VARIANT", "URL", "OTHER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         child(*asked.child)
         return
-    figures: dict[str, Any] = {
-        "scale": asked.scale,
-        "repeats": asked.repeats,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    figures["commit"] = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    figures: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    figures |= {"machine": platform.machine(), "cores": os.cpu_count()}
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    figures["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, postgres() as make_url:
         shapes = {
             "10k x 20, full size": Shape(rollouts=int(10_000 * asked.scale)),
@@ -77,21 +74,24 @@ def main() -> None:
             "1k x 200, no rewrite": Shape(rollouts=int(1_000 * asked.scale), calls=200, rewrites=0, scale=0.1),
             "100 x 2000, no rewrite": Shape(rollouts=int(100 * asked.scale), calls=2000, rewrites=0, scale=0.1),
         }
-        figures["rows"] = {}
         for name, shape in shapes.items():
+            if asked.only not in name:
+                continue
             file = Path(folder) / "log.db"
             urls = {"sqlite": f"sqlite:///{file}", "postgresql": make_url()}
-            figures["rows"][name] = measure(name, shape, file, urls, asked.repeats)
+            measured = measure(name, shape, file, urls, asked.repeats)
+            figures.setdefault("rows", {})[name] = {"rollouts": shape.rollouts, "repeats": asked.repeats, **measured}
             keep(figures)
             for each in Path(folder).iterdir():
                 each.unlink()
-        figures["storage"] = [storage(Path(folder), turns, asked.repeats) for turns in (5, 20, 100, 500)]
+        if asked.only in "storage":
+            figures["storage"] = [storage(Path(folder), turns, asked.repeats) for turns in (5, 20, 100, 500)]
     keep(figures)
 
 
 def keep(figures: dict[str, Any]) -> None:
     """Write what is known so far beside this script."""
-    Path(__file__).with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def measure(name: str, shape: Shape, file: Path, urls: dict[str, str], repeats: int) -> dict[str, Any]:
