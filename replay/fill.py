@@ -42,9 +42,9 @@ def cut(chains: Chains, *, tokens: int) -> Iterator[Chains]:
     """Cut chains between rollouts into runs of about so many tokens."""
     length, rollout = chains.length, chains.rollout
     begun = np.cumsum(length) - length
-    piece_of = np.zeros(len(chains.piece.rollouts), np.int64)
-    np.maximum.at(piece_of, rollout, begun // tokens)  # a rollout belongs where its last chain begins
-    run = piece_of[rollout]
+    run_of = np.zeros(len(chains.piece.rollouts), np.int64)
+    np.maximum.at(run_of, rollout, begun // tokens)  # a rollout belongs where its last chain begins
+    run = run_of[rollout]
     for each in np.unique(run):
         yield chains.only(run == each)
 

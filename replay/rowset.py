@@ -68,15 +68,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSet:
+class RowSet(Counts):
     """What a log gives under a selection."""
 
     rows: tuple[Row, ...]
     """By rollout in the order of their opening; within one by the place of the root, then of the tip."""
-    refusals: Refusals
-    left_out: Mapping[str, int]
-    scores: tuple[Score, ...]
-    rollouts: int
     position: Position
     selection: Selection
 
@@ -86,15 +82,11 @@ class RowSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class Outline(Counts):
     """What a log gives under a selection, without reading a token: damaged tokens are not found out."""
 
     table: pa.Table
     """One line a row, see `replay.outline.SCHEMA`."""
-    refusals: Refusals
-    left_out: Mapping[str, int]
-    scores: tuple[Score, ...]
-    rollouts: int
     position: Position
     selection: Selection
 
@@ -138,7 +130,7 @@ def stream(
         selection: which calls count; None for `completed`.
         rollouts: ids of the rollouts to build; None for all.
         position: as of when; None for now. The position used is in each part.
-        progress: called after each part.
+        progress: called after each part that has counts.
         tokens: held at once; one rollout is never cut.
 
     Raises UnknownRollout, PositionAhead, and what reading the log raises.
