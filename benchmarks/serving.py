@@ -114,13 +114,15 @@ def compare(server: RunningServer, case: Case, turns: int) -> dict[str, Any]:
     """Both paths in turn, which one goes first changing; medians of time and CPU time."""
     times: dict[bool, list[float]] = {False: [], True: []}
     work: dict[bool, list[float]] = {False: [], True: []}
+    steps: dict[bool, list[float]] = {False: [], True: []}
     calls = turns * (case.rollouts if turns < 200 else case.rollouts_of_200)
     for repeat in range(REPEATED.get(turns, 1)):
         for captured in (False, True) if repeat % 2 == 0 else (True, False):
-            worked, began = cpu_seconds(server), time.monotonic()
+            worked, stepped, began = cpu_seconds(server), engine_steps(server), time.monotonic()
             everyone(server, case, turns, captured=captured, name=f"{turns}-{repeat}")
             times[captured].append(time.monotonic() - began)
             work[captured].append(1000 * (cpu_seconds(server) - worked) / calls)
+            steps[captured].append((engine_steps(server) - stepped) / calls)
     stock, captured_s = statistics.median(times[False]), statistics.median(times[True])
     return {
         "rollouts": calls // turns,
@@ -130,6 +132,8 @@ def compare(server: RunningServer, case: Case, turns: int) -> dict[str, Any]:
         "ratio": round(captured_s / stock, 3),
         "stock_cpu_ms": round(statistics.median(work[False]), 1),
         "captured_cpu_ms": round(statistics.median(work[True]), 1),
+        "stock_steps": round(statistics.median(steps[False]), 2),
+        "captured_steps": round(statistics.median(steps[True]), 2),
     }
 
 
@@ -137,6 +141,13 @@ def cpu_seconds(server: RunningServer) -> float:
     """CPU time that the server's processes have taken since they started."""
     first = psutil.Process(server.process.pid)
     return sum(sum(each.cpu_times()[:2]) for each in (first, *first.children(recursive=True)))
+
+
+def engine_steps(server: RunningServer) -> float:
+    """Steps of the engine since it started: how many calls happen to share a step explains much of the wall time."""
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    (count,) = (line.split()[-1] for line in lines if line.startswith("vllm:iteration_tokens_total_count"))
+    return float(count)
 
 
 def everyone(server: RunningServer, case: Case, turns: int, *, captured: bool, name: str) -> None:
