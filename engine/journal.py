@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +20,12 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Engine
 
 from engine.capture import Writer
+from engine.clock import Clock
 from engine.errors import LogDown
 from store import lineage, log
 from store.database import read, read_one
 from store.errors import LogError
-from store.events import CallEnded, Event, RolloutOpened, uuid7
+from store.events import CallEnded, Event, RolloutOpened
 from store.lineage import KnownCall, TracedCall
 from store.writer import Writer as GroupCommit
 
@@ -41,6 +40,8 @@ _READERS = 4
 """Threads that look up: with the writer they use the connections that a pool keeps, and none is opened for one call."""
 _IN_FLIGHT = 512
 """Appends waiting for their commit at once; beyond that, calls wait for their turn."""
+_AHEAD = 60_000_000
+"""Microseconds by which another machine's clock may be ahead before somebody is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +56,10 @@ class _Asked:
 class Journal:
     """One worker's way to the log: look-ups in threads, appends through the group-committing writer."""
 
-    def __init__(self, database: Engine, *, worker: str) -> None:
+    def __init__(self, database: Engine, *, worker: str, clock: Clock | None = None) -> None:
         self.database = database
         self.worker = worker
+        self._clock = Clock() if clock is None else clock
         self._writer = GroupCommit(database, capacity=2 * _IN_FLIGHT)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="turnlog-reader")
         self._writer_id = self.new_id()
@@ -68,15 +70,28 @@ class Journal:
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
         self._chain_tokens = 0
 
-    @staticmethod
-    def now() -> int:
-        """Unix time in microseconds."""
-        return time.time_ns() // 1000
+    def now(self) -> int:
+        """Unix time in microseconds, later than any before."""
+        return self._clock.now()
 
-    @staticmethod
-    def new_id() -> UUID:
-        """A fresh UUIDv7."""
-        return uuid7(time.time_ns() // 1_000_000, secrets.token_bytes(10))
+    def new_id(self) -> UUID:
+        """A fresh UUIDv7, behind any before."""
+        return self._clock.new_id()
+
+    def start(self) -> list[CallEnded]:
+        """Take up where the log stands: ids go on behind its newest, and what this worker left open is lost.
+
+        Returns what was lost. Blocks: for start-up.
+        """
+        with read(self.database) as connection:
+            newest = log.newest_call_id(connection)
+        if newest is not None and (ahead := self._clock.start_behind(newest)) > _AHEAD:
+            logger.warning(
+                "the newest call in the log, %s, is %d seconds ahead of this machine's clock: set the clocks of all "
+                "machines that write to the log; times go on from there",
+                newest, ahead // 1_000_000,
+            )  # fmt: skip
+        return self.mark_lost()
 
     def next_writer(self) -> Writer:
         """Who writes the next completed call; a count is used once, so a hole shows an event that was lost."""

@@ -78,7 +78,7 @@ async def install(
     require_current(database)
     open_media(settings.media, url)
     journal = Journal(database, worker=worker)
-    lost = journal.mark_lost()
+    lost = journal.start()
     for end in lost:
         logger.warning("rollout %s: call %s is lost: %s", end.rollout_id, end.call_id, end.reason)
     engine_worker = Worker(engine, journal, reasoning=settings.reasoning)

@@ -142,6 +142,15 @@ def outcomes(connection: Connection, rollout_id: str) -> list[RolloutScored]:
     return _read(connection, RolloutScored, _of_rollout(schema.rollout_outcome, rollout_id))
 
 
+def newest_call_id(connection: Connection) -> UUID | None:
+    """The call id with the latest time, of calls admitted, completed or ended; None for a log without calls."""
+    found = (
+        connection.scalar(select(table.c.call_id).order_by(table.c.call_id.desc()).limit(1))
+        for table in (schema.call_intent, schema.model_call, schema.call_end)
+    )
+    return max((call_id for call_id in found if call_id is not None), default=None)
+
+
 def pending(connection: Connection, *, worker: str | None = None) -> list[CallAdmitted]:
     """Intents with neither a completed call nor an end, of one worker or of all, in order of sequence."""
     intent = schema.call_intent
