@@ -146,7 +146,7 @@ def _state(connection: Connection, opened: RolloutOpened) -> dict[str, JsonValue
     finished = {str(call["call_id"]) for call in (*calls, *ends)}
     intents = [intent.model_dump(mode="json") for intent in log.intents(connection, rollout_id)]
     return {
-        "rollout": opened.model_dump(mode="json"),
+        "rollout": opened.model_dump(mode="json", exclude={"secret_hash"}),
         "calls": [*calls],
         "ended": [*ends],
         "pending": [intent for intent in intents if intent["call_id"] not in finished],

@@ -18,7 +18,7 @@ A root of 3 prompt tokens that sampled 2:
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -115,10 +115,15 @@ def _check_parent(decision: str, parent_id: UUID | None) -> None:
 
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+    added: ClassVar[tuple[str, ...]] = ()
+    """Fields that revision 0001 did not have. One that is None is no part of the digest: older events keep theirs."""
 
     def digest(self) -> bytes:
         """Digest of the event's whole content; equal digests mean the same event."""
         fields = self.model_dump(mode="json", exclude={"token_ids", "logprobs"})
+        for name in self.added:
+            if fields[name] is None:
+                del fields[name]
         kind = str(fields.pop("kind"))
         arrays = (getattr(self, name) for name in ("token_ids", "logprobs") if hasattr(self, name))
         return hashing.event_digest(kind, fields, *arrays)
@@ -127,6 +132,7 @@ class _Event(BaseModel):
 class RolloutOpened(_Event):
     """A rollout was opened, by `POST /rollouts` or by its first call."""
 
+    added: ClassVar[tuple[str, ...]] = ("secret_hash",)
     kind: Literal["rollout_opened"] = "rollout_opened"
     rollout_id: RolloutId
     group_id: Text | None = None
@@ -136,12 +142,14 @@ class RolloutOpened(_Event):
     harness: Text | None = None
     metadata: JsonObject = Field(default_factory=dict)
     opened_at: Microseconds
+    secret_hash: Digest | None = Field(default=None, repr=False)
+    """SHA-256 of the secret that whoever calls in this rollout's name must show; None when it has none."""
 
     @property
     def implicit(self) -> bool:
         """Whether it says only that the rollout exists, as its first call does; any other opening satisfies it."""
-        said = (self.group_id, self.slot, self.task, self.harness)
-        return said == (None, None, None, None) and not self.metadata
+        said = (self.group_id, self.slot, self.task, self.harness, self.secret_hash)
+        return said == (None, None, None, None, None) and not self.metadata
 
 
 class CallAdmitted(_Event):

@@ -93,10 +93,12 @@ rollout = Table(
     Column("metadata", CanonicalJson, nullable=False),
     Column("opened_at", _BIG, nullable=False),
     Column("digest", LargeBinary, nullable=False),
+    Column("secret_hash", LargeBinary),
     UniqueConstraint("rollout_id", name="rollout_id_key"),
     CheckConstraint("sequence > 0", name="rollout_sequence"),
     CheckConstraint("length(digest) = 32", name="rollout_digest"),
     CheckConstraint("length(rollout_id) between 1 and 128", name="rollout_rollout_id"),
+    CheckConstraint("length(secret_hash) = 32", name="rollout_secret_hash"),
     Index("rollout_group", "group_id"),
     sqlite_strict=True,
 )

@@ -199,7 +199,7 @@ def facts(rollout: ShownRollout) -> dict[str, JsonValue]:
     """The same as one JSON object, for `--json`."""
     calls: list[JsonValue] = [_facts_of_call(rollout, call) for call in rollout.calls]
     return {
-        "rollout": rollout.opened.model_dump(mode="json", exclude={"kind"}),
+        "rollout": rollout.opened.model_dump(mode="json", exclude={"kind", "secret_hash"}),
         "calls": calls,
         "outcome": None if rollout.outcome is None else rollout.outcome.model_dump(mode="json", exclude={"kind"}),
     }
