@@ -25,9 +25,9 @@ from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import codec, hashing, schema
+from store.columns import traces
 from store.errors import BrokenLink
 from store.events import ItemTrace, token_array
-from store.log import traces
 
 _NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _SELECTED = re.compile(r"^select\n(.+?)\nfrom", re.MULTILINE | re.DOTALL)

@@ -1,6 +1,6 @@
 """Append and read in order: the only module that writes events.
 
-Knows tables, how an event becomes a row and back, and what must hold before it may; does not know databases' URLs,
+Knows tables and what must hold before an event may be in one; does not know which columns it has there, databases' URLs,
 threads or the model server. Law: an event is appended once, whole and checked: the same event again changes nothing,
 other content under its id is refused, and a call extends its parent token for token.
 
@@ -20,55 +20,30 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, Dialect, RowMapping, Select, Table, exists, select, tuple_
+from sqlalchemy import Connection, Dialect, Select, Table, exists, select, tuple_
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.dialects.sqlite import pysqlite
 
-from store import codec, hashing, schema
+from store import hashing, schema
+from store.columns import PLACES, Key, Place, event_of, row_of, shown_key
 from store.errors import BrokenLink, EventConflict
 from store.events import (
     CallAdmitted,
     CallCompleted,
     CallEnded,
     Event,
-    ItemTrace,
     RolloutOpened,
     RolloutScored,
-    RowTrained,
 )
 
 _E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, RolloutScored)
-_Key = tuple[Any, ...]
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
 _CALL_NAMED = re.compile(r"\bcall ([0-9a-f-]{36})\b")
 """How a trigger of PostgreSQL names the call that it refuses."""
 _NOTHING: Mapping[UUID, Tip] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where one kind of event is kept, and the columns that are its id."""
-
-    event: type[Event]
-    table: Table
-    key: tuple[str, ...]
-
-    def key_of(self, event: Event) -> _Key:
-        return tuple(getattr(event, name) for name in self.key)
-
-
-# Ends before completions: on PostgreSQL both take locks, and one order of taking them cannot deadlock.
-_PLACES = (
-    _Place(event=RolloutOpened, table=schema.rollout, key=("rollout_id",)),
-    _Place(event=CallAdmitted, table=schema.call_intent, key=("call_id",)),
-    _Place(event=CallEnded, table=schema.call_end, key=("call_id",)),
-    _Place(event=CallCompleted, table=schema.model_call, key=("call_id",)),
-    _Place(event=RolloutScored, table=schema.rollout_outcome, key=("outcome_id",)),
-    _Place(event=RowTrained, table=schema.trained_row, key=("run", "step", "row_id")),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +80,7 @@ def append(connection: Connection, events: Iterable[Event], *, known: Mapping[UU
     rest = iter(events)
     while batch := list(islice(rest, _BATCH)):
         _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)], known)
-        for place in _PLACES:
+        for place in PLACES:
             mine = [event for event in batch if isinstance(event, place.event)]
             if mine:
                 _insert(connection, place, mine)
@@ -215,7 +190,7 @@ def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, Tip]:
     }
 
 
-def _insert(connection: Connection, place: _Place, batch: Sequence[Event]) -> None:
+def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> None:
     """Insert first, and look only when the log took fewer than it was given, or refused.
 
     On PostgreSQL another transaction may insert the same id meanwhile: the insert waits for it.
@@ -228,7 +203,7 @@ def _insert(connection: Connection, place: _Place, batch: Sequence[Event]) -> No
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
-            cursor.executemany(statement.text, [statement.parameters(_row(event)) for event in batch])
+            cursor.executemany(statement.text, [statement.parameters(row_of(event)) for event in batch])
             inserted = cursor.rowcount
     except connection.dialect.loaded_dbapi.IntegrityError as error:
         raise _refused(connection, place, batch, str(error).splitlines()[0]) from error
@@ -237,7 +212,9 @@ def _insert(connection: Connection, place: _Place, batch: Sequence[Event]) -> No
         for event in batch:
             if not _is_known(place, event, digests):
                 raise EventConflict(
-                    kind=event.kind, event_id=_shown(place, event), why="uses a writer_seq that its writer used before"
+                    kind=event.kind,
+                    event_id=shown_key(place.key_of(event)),
+                    why="uses a writer_seq that its writer used before",
                 )
 
 
@@ -271,10 +248,10 @@ def _statement(table: Table, database: str) -> _Statement:
     return _Statement(text=str(compiled), columns=tuple((name, as_stored[name]) for name in order))
 
 
-def _unopened(connection: Connection, place: _Place, batch: Sequence[Event]) -> list[Event]:
+def _unopened(connection: Connection, place: Place, batch: Sequence[Event]) -> list[Event]:
     """The openings without those that say nothing but the id of a rollout that is open by then."""
     implicit = [event for event in batch if isinstance(event, RolloutOpened) and event.implicit]
-    opened = {*_digests(connection, place, implicit)} if implicit else set[_Key]()
+    opened = {*_digests(connection, place, implicit)} if implicit else set[Key]()
     new: list[Event] = []
     for event in batch:
         key = place.key_of(event)
@@ -284,7 +261,7 @@ def _unopened(connection: Connection, place: _Place, batch: Sequence[Event]) -> 
     return new
 
 
-def _refused(connection: Connection, place: _Place, batch: Sequence[Event], why: str) -> EventConflict:
+def _refused(connection: Connection, place: Place, batch: Sequence[Event], why: str) -> EventConflict:
     """What a trigger or a check refused, by the name of the event where that can be found out.
 
     On PostgreSQL the transaction is over, but the message names a call that ends twice; on SQLite the log can be asked.
@@ -304,22 +281,22 @@ def _refused(connection: Connection, place: _Place, batch: Sequence[Event], why:
             ids = [event.call_id for event in batch if isinstance(event, CallCompleted | CallEnded)]
             ended = connection.scalar(select(other.call_id).where(other.call_id.in_(ids)).limit(1))
     if ended is None:  # the message names the rule, the first event stands for the batch
-        return EventConflict(kind=batch[0].kind, event_id=_shown(place, batch[0]), why=f"was refused ({why})")
+        return EventConflict(kind=batch[0].kind, event_id=shown_key(place.key_of(batch[0])), why=f"was refused ({why})")
     state = "has ended without an answer" if place.event is CallCompleted else "is completed"
     return EventConflict(kind=batch[0].kind, event_id=str(ended), why=f"names a call that {state} ({why})")
 
 
-def _is_known(place: _Place, event: Event, digests: Mapping[_Key, bytes]) -> bool:
+def _is_known(place: Place, event: Event, digests: Mapping[Key, bytes]) -> bool:
     """Whether the log has this very event; raises EventConflict when it has another one under its id."""
     stored = digests.get(place.key_of(event))
     if stored is None:
         return False
     if stored != event.digest() and not (isinstance(event, RolloutOpened) and event.implicit):
-        raise EventConflict(kind=event.kind, event_id=_shown(place, event))
+        raise EventConflict(kind=event.kind, event_id=shown_key(place.key_of(event)))
     return True
 
 
-def _digests(connection: Connection, place: _Place, batch: Iterable[Event]) -> dict[_Key, bytes]:
+def _digests(connection: Connection, place: Place, batch: Iterable[Event]) -> dict[Key, bytes]:
     """Stored digests of those events of the batch whose ids are in the log."""
     key = [place.table.c[name] for name in place.key]
     ids = [place.key_of(event) for event in batch]
@@ -327,44 +304,9 @@ def _digests(connection: Connection, place: _Place, batch: Iterable[Event]) -> d
     return {tuple(row[:-1]): row.digest for row in connection.execute(select(*key, place.table.c.digest).where(wanted))}
 
 
-def _shown(place: _Place, event: Event) -> str:
-    return "/".join(str(part) for part in place.key_of(event))
-
-
 def _of_rollout(table: Table, rollout_id: str) -> Select[Any]:
     return select(table).where(table.c.rollout_id == rollout_id).order_by(table.c.sequence)
 
 
-def _row(event: Event) -> dict[str, Any]:
-    """The event's columns: its fields under their names, arrays packed, traces split into roles and digests."""
-    row = {**event.__dict__, "digest": event.digest()}
-    if isinstance(event, CallCompleted | CallEnded):
-        packed = codec.pack(event.token_ids)
-        row |= {"codec": packed.codec, "token_ids": packed.data}
-    if isinstance(event, CallCompleted):
-        row["policy_spans"] = [span.__dict__ for span in event.policy_spans]
-        for name, items in (("request", event.request_items), ("answer", event.answer_items)):
-            row[f"{name}_roles"] = [item.role for item in items]
-            row[f"{name}_digests"] = b"".join([item.digest for item in items])
-    return row
-
-
 def _read(connection: Connection, kind: Callable[..., _E], statement: Select[Any]) -> list[_E]:
-    return [kind(**_fields(row)) for row in connection.execute(statement).mappings()]
-
-
-def _fields(row: RowMapping) -> dict[str, Any]:
-    """The event's fields again: the reverse of `_row`."""
-    fields: dict[str, Any] = {**row}
-    del fields["sequence"], fields["digest"]
-    if "codec" in fields:
-        fields["token_ids"] = codec.unpack(fields.pop("codec"), fields["token_ids"])
-    if "request_roles" in fields:
-        for name in ("request", "answer"):
-            fields[f"{name}_items"] = traces(fields.pop(f"{name}_roles"), fields.pop(f"{name}_digests"))
-    return fields
-
-
-def traces(roles: Sequence[str], digests: bytes) -> tuple[ItemTrace, ...]:
-    """Item traces from their two columns: the roles, and the digests end to end."""
-    return tuple(ItemTrace(role=role, digest=digests[32 * at : 32 * at + 32]) for at, role in enumerate(roles))
+    return [event_of(kind, row) for row in connection.execute(statement).mappings()]
