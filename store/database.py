@@ -174,6 +174,16 @@ def read_one(database: Engine) -> Generator[Connection]:
 
 
 @contextmanager
+def session(database: Engine) -> Generator[Connection]:
+    """A connection of its own whose transactions the caller begins and ends, for changes of the schema."""
+    with _unavailable("change the schema", database), database.connect() as connection:
+        try:
+            yield connection.execution_options(**{_WRITE: True})
+        finally:
+            connection.invalidate()  # what was set on it, and its locks, end with it
+
+
+@contextmanager
 def _unavailable(operation: str, database: Engine) -> Generator[None]:
     """Driver errors that tell of the database, not of the statement, as LogUnavailable; a broken rule stays itself."""
     driver = database.dialect.loaded_dbapi

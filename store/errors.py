@@ -3,6 +3,11 @@
     LogError
     ├── BadUrl              the database URL names no database turnlog can keep a log in
     ├── SchemaMismatch      the database's schema is older, newer or missing: migrate, or use the right release
+    ├── SchemaBusy          a table is in use, so the schema cannot change now: retry when the log is quiet
+    ├── UnknownRevision     no revision of the schema that can be gone back to
+    ├── LosesEvents         a downgrade would drop what events say: agree to that, or stay
+    ├── UnknownPartition    no partition of this name, or one that must stay
+    ├── UnknownRole         no name that a role can have
     ├── LogUnavailable      the database cannot be reached or written: retry later
     ├── EventConflict       the same id was appended before with other content
     ├── BrokenLink          an event names a parent that is missing or does not fit it
@@ -14,6 +19,8 @@ Every message gives the value, the rule it breaks and the remedy.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class LogError(Exception):
@@ -37,6 +44,57 @@ class SchemaMismatch(LogError):
         self.remedy = remedy
         shown = "no turnlog schema" if found is None else f"schema revision {found!r}"
         super().__init__(f"the database has {shown}, this release needs {expected!r}: {remedy}")
+
+
+class SchemaBusy(LogError):
+    """A change of the schema could not have a table in time."""
+
+    def __init__(self, seconds: int) -> None:
+        self.seconds = seconds
+        super().__init__(
+            f"the schema was not changed: a transaction uses one of its tables, and calls would wait behind the change "
+            f"after {seconds} s; end that transaction (pg_stat_activity shows it), or try again when the log is quiet"
+        )
+
+
+class UnknownRevision(LogError):
+    """A downgrade names a revision that is not below the database's."""
+
+    def __init__(self, revision: str, below: Sequence[str]) -> None:
+        self.revision = revision
+        known = f"choose from {', '.join(below)}" if below else "there is none below: drop the database instead"
+        super().__init__(f"revision {revision!r} is not one that this log can go back to: {known}")
+
+
+class LosesEvents(LogError):
+    """A downgrade would drop what events say."""
+
+    def __init__(self, revision: str, losses: Sequence[str]) -> None:
+        self.losses = tuple(losses)
+        super().__init__(
+            f"going back to revision {revision!r} loses {'; '.join(losses)}: events are never changed, so copy the log "
+            "first, then say --yes, or stay at this revision"
+        )
+
+
+class UnknownPartition(LogError):
+    """A partition that does not exist, or is not one that can be dropped."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        self.name = name
+        super().__init__(
+            f"{name!r} is not a partition that can be dropped: choose from {', '.join(known) or 'none: there are none'}"
+        )
+
+
+class UnknownRole(LogError):
+    """A name that no role can have."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"{name!r} cannot be a role: take a name of letters, digits and _ that is not the owner's and not pg_..."
+        )
 
 
 class LogUnavailable(LogError):

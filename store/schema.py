@@ -27,6 +27,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    PrimaryKeyConstraint,
     SmallInteger,
     Table,
     Text,
@@ -78,13 +79,13 @@ _BIG = BigInteger().with_variant(Integer(), "sqlite")
 _SMALL = SmallInteger().with_variant(Integer(), "sqlite")
 _REAL: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
 
-metadata = MetaData(naming_convention={"pk": "%(table_name)s_pkey"})
-"""The tables as both databases have them; `metadata_for` adds what one of them has alone."""
+metadata = MetaData()
+"""What the tables have on both databases; `metadata_for` adds what each has its own way: keys and partitions."""
 
 rollout = Table(
     "rollout",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("rollout_id", Text, nullable=False),
     Column("group_id", Text),
     Column("slot", _BIG),
@@ -94,7 +95,6 @@ rollout = Table(
     Column("opened_at", _BIG, nullable=False),
     Column("digest", LargeBinary, nullable=False),
     Column("secret_hash", LargeBinary),
-    UniqueConstraint("rollout_id", name="rollout_id_key"),
     CheckConstraint("sequence > 0", name="rollout_sequence"),
     CheckConstraint("length(digest) = 32", name="rollout_digest"),
     CheckConstraint("length(rollout_id) between 1 and 128", name="rollout_rollout_id"),
@@ -106,7 +106,7 @@ rollout = Table(
 call_intent = Table(
     "call_intent",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("call_id", Id, nullable=False),
     Column("rollout_id", Text, nullable=False),
     Column("decision", Text, nullable=False),
@@ -115,7 +115,6 @@ call_intent = Table(
     Column("worker", Text, nullable=False),
     Column("at", _BIG, nullable=False),
     Column("digest", LargeBinary, nullable=False),
-    UniqueConstraint("call_id", name="call_intent_id_key"),
     CheckConstraint("sequence > 0", name="call_intent_sequence"),
     CheckConstraint("length(digest) = 32", name="call_intent_digest"),
     CheckConstraint("decision in ('root', 'continuation')", name="call_intent_decision"),
@@ -127,7 +126,7 @@ call_intent = Table(
 model_call = Table(
     "model_call",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("call_id", Id, nullable=False),
     Column("rollout_id", Text, nullable=False),
     Column("parent_id", Id),
@@ -171,8 +170,6 @@ model_call = Table(
     Column("codec", _SMALL, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
-    UniqueConstraint("call_id", name="model_call_id_key"),
-    UniqueConstraint("writer_id", "writer_seq", name="model_call_writer_key"),
     CheckConstraint("sequence > 0", name="model_call_sequence"),
     CheckConstraint(
         "length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32"
@@ -206,7 +203,7 @@ model_call = Table(
 call_end = Table(
     "call_end",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("call_id", Id, nullable=False),
     Column("rollout_id", Text, nullable=False),
     Column("state", Text, nullable=False),
@@ -216,7 +213,6 @@ call_end = Table(
     Column("codec", _SMALL, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
-    UniqueConstraint("call_id", name="call_end_id_key"),
     CheckConstraint("sequence > 0", name="call_end_sequence"),
     CheckConstraint("length(digest) = 32", name="call_end_digest"),
     CheckConstraint("state in ('failed', 'refused', 'abandoned', 'lost')", name="call_end_state"),
@@ -227,7 +223,7 @@ call_end = Table(
 rollout_outcome = Table(
     "rollout_outcome",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("outcome_id", Id, nullable=False),
     Column("rollout_id", Text, nullable=False),
     Column("reward", _REAL, nullable=False),
@@ -237,7 +233,6 @@ rollout_outcome = Table(
     Column("declared_rewrites", CanonicalJson, nullable=False),
     Column("at", _BIG, nullable=False),
     Column("digest", LargeBinary, nullable=False),
-    UniqueConstraint("outcome_id", name="rollout_outcome_id_key"),
     CheckConstraint("sequence > 0", name="rollout_outcome_sequence"),
     CheckConstraint("length(digest) = 32", name="rollout_outcome_digest"),
     Index("rollout_outcome_rollout", "rollout_id", "sequence"),
@@ -247,7 +242,7 @@ rollout_outcome = Table(
 trained_row = Table(
     "trained_row",
     metadata,
-    Column("sequence", _BIG, Identity(always=True), primary_key=True),
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
     Column("run", Text, nullable=False),
     Column("step", _BIG, nullable=False),
     Column("row_id", Text, nullable=False),
@@ -259,7 +254,6 @@ trained_row = Table(
     Column("trainer_policy_version", _BIG, nullable=False),
     Column("at", _BIG, nullable=False),
     Column("digest", LargeBinary, nullable=False),
-    UniqueConstraint("run", "step", "row_id", name="trained_row_id_key"),
     CheckConstraint("sequence > 0", name="trained_row_sequence"),
     CheckConstraint("length(digest) = 32", name="trained_row_digest"),
     Index("trained_row_rollout", "rollout_id", "sequence"),
@@ -267,14 +261,46 @@ trained_row = Table(
 )
 
 
+IDS = {
+    "rollout": ("rollout_id",),
+    "call_intent": ("call_id",),
+    "model_call": ("call_id",),
+    "call_end": ("call_id",),
+    "rollout_outcome": ("outcome_id",),
+    "trained_row": ("run", "step", "row_id"),
+}
+"""The columns of each table that are its events' id: no two events have the same."""
+PARTITIONED = ("model_call", "call_intent", "call_end")
+"""Tables that PostgreSQL keeps in partitions, by ranges of `call_id` and so of time."""
+VIEWS = {
+    "rollout_state": (
+        *("rollout_id", "group_id", "slot", "task", "harness", "metadata", "opened_at", "calls", "roots", "failed"),
+        *("refused", "abandoned", "lost", "pending", "reward", "status", "first_at", "last_at"),
+    ),
+    "row_boundary": (
+        *("sequence", "rollout_id", "call_id", "reason", "nearest_call", "first_difference", "role_here", "role_there"),
+        *("digest_here", "digest_there", "started_at", "completed_at"),
+    ),
+}
+"""What auditors read: each view with its columns, the same on both databases."""
+
+
 def metadata_for(dialect: str) -> MetaData:
     """The tables as one database has them.
 
-    SQLite must be told how long an id is.
+    SQLite must be told how long an id is. On PostgreSQL the key of a partitioned table is what it is partitioned by.
     """
-    copied = MetaData(naming_convention=metadata.naming_convention)
+    copied = MetaData()
     for table in metadata.sorted_tables:
+        partitioned = dialect == "postgresql" and table.name in PARTITIONED
         copy = table.to_metadata(copied)
+        key = IDS[table.name] if partitioned else ("sequence",)
+        copy.append_constraint(PrimaryKeyConstraint(*key, name=f"{table.name}_pkey"))
+        if partitioned:
+            copy.dialect_options["postgresql"]["partition_by"] = "range (call_id)"
+            Index(f"{table.name}_order", copy.c.sequence)
+        else:
+            copy.append_constraint(UniqueConstraint(*IDS[table.name], name=f"{table.name}_id_key"))
         if dialect == "sqlite" and (ids := [column for column in copy.c if isinstance(column.type, Id)]):
             copy.append_constraint(
                 CheckConstraint(and_(*(func.length(each) == 16 for each in ids)), f"{table.name}_ids")

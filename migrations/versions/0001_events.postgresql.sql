@@ -1,6 +1,15 @@
--- The tables of events and their guards, for PostgreSQL 13 or newer.
+-- The tables of events and their guards, for PostgreSQL 17 or newer.
 -- Guards: no UPDATE, DELETE or TRUNCATE on an event, enabled ALWAYS, for the owner and for a superuser whose
--- session_replication_role is replica.
+-- session_replication_role is replica. They hold in partitions too, also when one is named itself.
+
+do $$
+begin
+  if current_setting('server_version_num')::int < 170000 then
+    raise exception 'turnlog needs PostgreSQL 17 or newer, this server is %', current_setting('server_version')
+      using hint = 'older ones have no identity columns in partitioned tables';
+  end if;
+end
+$$;
 
 create table rollout (
   sequence bigint generated always as identity,
@@ -30,13 +39,13 @@ create table call_intent (
   worker text not null,
   at bigint not null,
   digest bytea not null,
-  constraint call_intent_pkey primary key (sequence),
-  constraint call_intent_id_key unique (call_id),
+  constraint call_intent_pkey primary key (call_id),
   constraint call_intent_sequence check (sequence > 0),
   constraint call_intent_digest check (length(digest) = 32),
   constraint call_intent_decision check (decision in ('root', 'continuation')),
   constraint call_intent_parent check ((parent_id is null) = (decision = 'root'))
-);
+) partition by range (call_id);
+create index call_intent_order on call_intent (sequence);
 create index call_intent_rollout on call_intent (rollout_id, sequence);
 
 create table model_call (
@@ -84,9 +93,7 @@ create table model_call (
   codec smallint not null,
   token_ids bytea not null,
   logprobs bytea not null,
-  constraint model_call_pkey primary key (sequence),
-  constraint model_call_id_key unique (call_id),
-  constraint model_call_writer_key unique (writer_id, writer_seq),
+  constraint model_call_pkey primary key (call_id),
   constraint model_call_sequence check (sequence > 0),
   constraint model_call_digests check (
     length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32
@@ -106,7 +113,8 @@ create table model_call (
     and (codec <> 0 or length(token_ids) = 4 * (prompt_len - prev_len + sampled_len))
   ),
   constraint model_call_items check (length(request_digests) % 32 = 0 and length(answer_digests) % 32 = 0)
-);
+) partition by range (call_id);
+create index model_call_order on model_call (sequence);
 create index model_call_rollout on model_call (rollout_id, sequence);
 create index model_call_summary on model_call (rollout_id, summary_hash);
 create index model_call_parent on model_call (parent_id);
@@ -123,12 +131,12 @@ create table call_end (
   codec smallint not null,
   token_ids bytea not null,
   logprobs bytea not null,
-  constraint call_end_pkey primary key (sequence),
-  constraint call_end_id_key unique (call_id),
+  constraint call_end_pkey primary key (call_id),
   constraint call_end_sequence check (sequence > 0),
   constraint call_end_digest check (length(digest) = 32),
   constraint call_end_state check (state in ('failed', 'refused', 'abandoned', 'lost'))
-);
+) partition by range (call_id);
+create index call_end_order on call_end (sequence);
 create index call_end_rollout on call_end (rollout_id, sequence);
 
 create table rollout_outcome (
@@ -180,7 +188,7 @@ alter table call_end
 create function refuse_change() returns trigger language plpgsql as $$
 begin
   raise exception '% is append-only: events are never changed or deleted (% refused), append a new event',
-    tg_table_name, tg_op using errcode = 'integrity_constraint_violation';
+    coalesce(pg_partition_root(tg_relid), tg_relid)::regclass, tg_op using errcode = 'integrity_constraint_violation';
 end
 $$;
 
@@ -230,7 +238,7 @@ alter table trained_row enable always trigger trained_row_no_truncate;
 -- completions do not wait for one another.
 create function refuse_second_end() returns trigger language plpgsql as $$
 begin
-  if tg_table_name = 'model_call' then
+  if tg_argv[0] = 'completed' then
     perform pg_advisory_xact_lock_shared(hashtext('turnlog'), hashtext('call_end'));
     if exists (select 1 from call_end where call_id = new.call_id) then
       raise exception 'call % has already ended without an answer', new.call_id
@@ -248,9 +256,9 @@ end
 $$;
 
 create trigger model_call_not_ended before insert on model_call
-  for each row execute function refuse_second_end();
+  for each row execute function refuse_second_end('completed');
 create trigger call_end_not_completed before insert on call_end
-  for each row execute function refuse_second_end();
+  for each row execute function refuse_second_end('ended');
 alter table model_call enable always trigger model_call_not_ended;
 alter table call_end enable always trigger call_end_not_completed;
 
@@ -261,13 +269,13 @@ alter table call_end enable always trigger call_end_not_completed;
 -- waits. A lock is taken once a transaction and table, for locks are limited.
 create function announce_sequence() returns trigger language plpgsql security definer set search_path from current as $$
 declare
-  announced text := 'turnlog.' || tg_table_name;
+  announced text := 'turnlog.announced_' || tg_argv[0];
   taken bigint;
 begin
   if coalesce(current_setting(announced, true), '') = '' then
     execute format(
       'select case when is_called then last_value else 0 end from %s',
-      pg_get_serial_sequence(tg_relid::regclass::text, 'sequence')
+      pg_get_serial_sequence(coalesce(pg_partition_root(tg_relid), tg_relid)::regclass::text, 'sequence')
     ) into taken;
     perform pg_advisory_xact_lock_shared((29813 + tg_argv[0]::bigint) << 48 | taken);
     perform set_config(announced, taken::text, true);
@@ -299,3 +307,70 @@ alter table call_intent enable always trigger call_intent_announced;
 create trigger call_end_announced before insert on call_end
   for each statement execute function announce_sequence(5);
 alter table call_end enable always trigger call_end_announced;
+
+-- A partition of a table of calls, for ids of low and above and below high; the default one when both are null. Made aside
+-- and then attached, so that calls go on meanwhile. Row triggers come with it, statement triggers are its own.
+create function make_partition(parent text, named text, low uuid, high uuid) returns void language plpgsql as $$
+declare
+  kind text := case parent when 'model_call' then '0' when 'call_intent' then '4' when 'call_end' then '5' end;
+begin
+  execute format('create table %I (like %I including constraints including storage)', named, parent);
+  execute format(
+    'alter table %I attach partition %I %s', parent, named,
+    case when low is null then 'default' else format('for values from (%L) to (%L)', low, high) end
+  );
+  execute format(
+    'create trigger %I before truncate on %I for each statement execute function refuse_change()',
+    parent || '_no_truncate', named
+  );
+  execute format('alter table %I enable always trigger %I', named, parent || '_no_truncate');
+  execute format(
+    'create trigger %I before insert on %I for each statement execute function announce_sequence(%s)',
+    parent || '_announced', named, kind
+  );
+  execute format('alter table %I enable always trigger %I', named, parent || '_announced');
+end
+$$;
+
+create function default_partition(parent text) returns regclass language sql stable as $$
+  select partdefid::regclass from pg_partitioned_table where partrelid = parent::regclass
+$$;
+
+-- What the default partition holds of a range of ids, and its lowest and highest ones.
+create function default_holds(parent text, low uuid, high uuid, out events bigint, out lowest uuid, out highest uuid)
+language plpgsql stable as $$
+begin
+  execute format(
+    'select count(*),'
+    ' (select call_id from %1$s where call_id >= $1 and call_id < $2 order by call_id limit 1),'
+    ' (select call_id from %1$s where call_id >= $1 and call_id < $2 order by call_id desc limit 1)'
+    ' from %1$s where call_id >= $1 and call_id < $2',
+    default_partition(parent)
+  ) into events, lowest, highest using low, high;
+end
+$$;
+
+-- The default partition, which holds events of this range only, becomes the range's, and an empty one takes its place.
+-- No event moves, so every snapshot sees them; but calls wait while it is read once.
+create function adopt_default(parent text, named text, low uuid, high uuid) returns void language plpgsql as $$
+declare
+  adopted regclass := default_partition(parent);
+begin
+  execute format('alter table %I detach partition %s', parent, adopted);
+  execute format('alter table %s rename to %I', adopted, named);
+  execute format('alter table %I attach partition %I for values from (%L) to (%L)', parent, named, low, high);
+  perform make_partition(parent, parent || '_default', null, null);
+end
+$$;
+
+-- A partition goes, and its events with it: for its owner, once they are kept elsewhere.
+create function drop_partition(parent text, named text) returns void language plpgsql as $$
+begin
+  execute format('alter table %I detach partition %I', parent, named);
+  execute format('drop table %I', named);
+end
+$$;
+
+select make_partition('model_call', 'model_call_default', null, null);
+select make_partition('call_intent', 'call_intent_default', null, null);
+select make_partition('call_end', 'call_end_default', null, null);

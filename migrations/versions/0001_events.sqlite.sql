@@ -88,7 +88,6 @@ create table model_call (
   logprobs blob not null,
   constraint model_call_pkey primary key (sequence),
   constraint model_call_id_key unique (call_id),
-  constraint model_call_writer_key unique (writer_id, writer_seq),
   constraint model_call_sequence check (sequence > 0),
   constraint model_call_digests check (
     length(digest) = 32 and length(summary_hash) = 32 and length(request_hash) = 32 and length(answer_key) = 32
@@ -236,8 +235,6 @@ begin
   where exists (select 1 from model_call where call_id = new.call_id);
   select raise(abort, 'model_call: this sequence is already used')
   where exists (select 1 from model_call where sequence = new.sequence);
-  select raise(abort, 'model_call: this writer already used this writer_seq for another call')
-  where exists (select 1 from model_call where writer_id = new.writer_id and writer_seq = new.writer_seq);
 end;
 
 create trigger call_end_no_update before update on call_end

@@ -1,0 +1,51 @@
+"""One change of the schema at a time, whatever process makes it.
+
+Knows how each database keeps others out; does not know what is changed. Law: who waits for its turn holds nothing that
+the other one waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Engine, text
+
+from store.database import session, write
+from store.errors import LogUnavailable, SchemaBusy
+
+LOCK_SECONDS = 5
+"""How long a change waits for a table on PostgreSQL; calls that come meanwhile wait behind it."""
+_LOCK_TIMEOUT = text(f"set lock_timeout = '{LOCK_SECONDS}s'")
+_TRY = text("select pg_try_advisory_lock(hashtext('turnlog'), hashtext('upgrade'))")
+_PAUSE_SECONDS = 0.1
+_LOCK_NOT_AVAILABLE = "55P03"
+
+
+@contextmanager
+def exclusively(database: Engine) -> Generator[Connection]:
+    """A connection that may change the schema, while no other one does.
+
+    On SQLite it is one transaction that holds the write lock. On PostgreSQL the caller commits, for some changes need
+    several transactions; the lock is the session's, so the server itself must be reached, not a pool of transactions.
+    Who waits asks now and then, and has no snapshot: an index that is built concurrently waits for every one there is.
+
+    Raises SchemaBusy when a table cannot be had in time.
+    """
+    if database.dialect.name == "sqlite":
+        with write(database) as connection:
+            yield connection
+        return
+    try:
+        with session(database) as connection:
+            while not connection.scalar(_TRY):
+                connection.rollback()
+                time.sleep(_PAUSE_SECONDS)
+            connection.execute(_LOCK_TIMEOUT)
+            connection.commit()
+            yield connection
+    except LogUnavailable as error:
+        if getattr(getattr(error.__cause__, "orig", None), "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+            raise SchemaBusy(LOCK_SECONDS) from error
+        raise
