@@ -9,9 +9,9 @@ Arrays come in the order of the log, each is read once, decoded once, and copied
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from replay.chain import Chains, Refusal, refusal
 from replay.piece import Flags, Ints
-from replay.reader import Payload
+from replay.reader import Bytes, Payloads
 from store import codec, hashing
 from store.errors import DamagedArray, UnknownCodec
 
@@ -54,7 +54,7 @@ def sequences(chains: Chains) -> Ints:
     return np.sort(chains.piece.ints("sequence")[np.unique(chains.call)])
 
 
-def fill(chains: Chains, payloads: Iterable[Sequence[Payload]]) -> Filled:
+def fill(chains: Chains, payloads: Iterable[Payloads]) -> Filled:
     """Place the arrays of every call into the rows.
 
     Args:
@@ -64,18 +64,25 @@ def fill(chains: Chains, payloads: Iterable[Sequence[Payload]]) -> Filled:
     piece = chains.piece
     offset = np.append(0, np.cumsum(chains.length))
     row = np.repeat(np.arange(len(chains.carried)), np.diff(chains.start))
-    starts = offset[row] + piece.ints("prev_len")[chains.call]  # [L] where the call's delta goes
-    sampled = offset[row] + piece.ints("prompt_len")[chains.call]  # [L] where its sampled tokens go
-    token_ids = np.empty(offset[-1], np.dtype("<i4"))  # every place is written, or its row is left out
-    logprobs = np.zeros(offset[-1], np.dtype("<f4"))
-    why = _place(chains, payloads, starts, sampled, _bytes(token_ids), _bytes(logprobs))
+    sampled = offset[row] + piece.ints("prompt_len")[chains.call]  # [L] where a call's sampled tokens go
+    calls, line = np.unique(chains.call, return_inverse=True)
+    by_sequence = np.argsort(piece.ints("sequence")[calls])
+    calls, line = calls[by_sequence], np.argsort(by_sequence)[line].tolist()
+    arrays = _verified(chains, calls, payloads)
+    gaps = (4 * (piece.ints("prompt_len") - piece.ints("prev_len"))[chains.call]).tolist()
+    nothing = memoryview(bytes(max(gaps, default=0)))
+    logprobs = np.frombuffer(
+        b"".join([part for at, gap in zip(line, gaps, strict=True) for part in (nothing[:gap], arrays.logprobs[at])]),
+        "<f4",
+    )
+    why = arrays.why
     if not np.isfinite(logprobs).all():
-        for line in np.unique(np.searchsorted(sampled, np.flatnonzero(~np.isfinite(logprobs)), side="right") - 1):
-            why.setdefault(int(chains.call[line]), _NOT_FINITE)
+        for at in np.unique(np.searchsorted(sampled, np.flatnonzero(~np.isfinite(logprobs)), side="right") - 1):
+            why.setdefault(int(chains.call[at]), _NOT_FINITE)
     filled = Filled(
         chains=chains,
         offset=offset,
-        token_ids=token_ids,
+        token_ids=np.frombuffer(b"".join([arrays.token_ids[at] for at in line]), "<i4"),
         loss_mask=_mask(chains, sampled, int(offset[-1])),
         logprobs=logprobs,
         refused=(),
@@ -84,76 +91,70 @@ def fill(chains: Chains, payloads: Iterable[Sequence[Payload]]) -> Filled:
 
 
 _NOT_FINITE = ("logprob_not_finite", "a sampled token has no finite log-probability")
-_Why = dict[int, tuple[str, str]]
-"""Reason and detail by the place of a call."""
 
 
-def _place(
-    chains: Chains,
-    payloads: Iterable[Sequence[Payload]],
-    starts: Ints,
-    sampled: Ints,
-    token_ids: memoryview,
-    logprobs: memoryview,
-) -> _Why:
-    """Decode, verify and copy; returns which calls do not hold."""
-    why: _Why = {}
-    unpack = codec.Unpacker()
-    wanted = _expected(chains, starts, sampled)
-    at, call, above, chain_hash, size, count, places = next(wanted, _END)
-    for batch in payloads:
-        for sequence, kind, stored, scores in batch:
-            if sequence != at:
-                continue
-            try:
-                raw = stored if kind == codec.RAW else unpack(kind, stored)
-            except (DamagedArray, UnknownCodec) as error:
-                why[call] = ("array_unreadable", str(error))
-            else:
-                if len(raw) != size or len(scores) != count:
-                    why[call] = (
-                        "length_mismatch",
-                        f"it holds {len(raw) // 4} tokens and {len(scores) // 4} log-probabilities, "
-                        f"its counts say {size // 4} and {count // 4}",
-                    )
-                elif hashing.chain_hash(above, raw) != chain_hash:
-                    why[call] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
-                else:
-                    for start, after in places:
-                        token_ids[start : start + size] = raw
-                        logprobs[after : after + count] = scores
-            at, call, above, chain_hash, size, count, places = next(wanted, _END)
-    if at != _END[0]:
-        raise ValueError(f"the log did not give the call at sequence {at} again, which it named before")
-    return why
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Arrays:
+    """The arrays of some calls as bytes, of the lengths that the calls say."""
+
+    token_ids: list[Bytes]
+    logprobs: list[Bytes]
+    why: dict[int, tuple[str, str]]
+    """Reason and detail by the place of a call that does not hold; its arrays are zeros."""
 
 
-_Expected = tuple[int, int, bytes | None, bytes, int, int, list[tuple[int, int]]]
-"""Of a call: its sequence, its place, its parent's chain hash, its own, how many bytes its tokens and its
-log-probabilities have, and at which byte of the rows these go, for each row."""
-_END: _Expected = (-1, -1, None, b"", 0, 0, [])
-
-
-def _expected(chains: Chains, starts: Ints, sampled: Ints) -> Iterator[_Expected]:
-    """By ascending sequence."""
+def _verified(chains: Chains, calls: Ints, payloads: Iterable[Payloads]) -> _Arrays:
+    """Decode the arrays of these calls, in their order, which is that of their sequences, and verify them."""
     piece = chains.piece
-    by_sequence = np.argsort(piece.ints("sequence")[chains.call], kind="stable")
-    calls = chains.call[by_sequence]
-    places = list(zip((4 * starts[by_sequence]).tolist(), (4 * sampled[by_sequence]).tolist(), strict=True))
-    first = np.flatnonzero(np.append(True, calls[1:] != calls[:-1])) if len(calls) else np.zeros(0, np.int64)
-    calls = calls[first]
-    goes = (places[low:high] for low, high in pairwise([*first.tolist(), len(places)]))
+    stored = _stored(piece.ints("sequence")[calls].tolist(), payloads)
+    size, count = ((4 * each[calls]).tolist() for each in (piece.delta_len, piece.ints("sampled_len")))
     taken = pa.array(calls)
     parent = pc.index_in(piece.column("parent_id").take(taken), piece.column("call_id"), skip_nulls=True)
     above, own = (piece.column("chain_hash").take(each).to_pylist() for each in (parent, taken))
-    lengths = (piece.ints("sequence"), 4 * piece.delta_len, 4 * piece.ints("sampled_len"))
-    sequence, size, count = (each[calls].tolist() for each in lengths)
-    return zip(sequence, calls.tolist(), above, own, size, count, goes, strict=True)
+    why: dict[int, tuple[str, str]] = {}
+    token_ids: list[Bytes] = []
+    logprobs = [*stored.logprobs]
+    unpack = codec.Unpacker()
+    for at, (kind, packed) in enumerate(zip(stored.codec, stored.token_ids, strict=True)):
+        try:
+            raw = packed if kind == codec.RAW else unpack(kind, packed)
+        except (DamagedArray, UnknownCodec) as error:
+            fault = ("array_unreadable", str(error))
+        else:
+            if len(raw) != size[at] or len(logprobs[at]) != count[at]:
+                fault = (
+                    "length_mismatch",
+                    f"it holds {len(raw) // 4} tokens and {len(logprobs[at]) // 4} log-probabilities, "
+                    f"its counts say {size[at] // 4} and {count[at] // 4}",
+                )
+            elif hashing.chain_hash(above[at], raw) != own[at]:
+                fault = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
+            else:
+                token_ids.append(raw)
+                continue
+        why[int(calls[at])] = fault
+        token_ids.append(bytes(size[at]))
+        logprobs[at] = bytes(count[at])
+    return _Arrays(token_ids=token_ids, logprobs=logprobs, why=why)
 
 
-def _bytes(array: npt.NDArray[np.generic]) -> memoryview:
-    """An array's bytes, to write into."""
-    return memoryview(array.view(np.uint8).data)
+def _stored(wanted: list[int], payloads: Iterable[Payloads]) -> Payloads:
+    """The heavy columns of the calls at these sequences, without those of other calls that were read along."""
+    columns: tuple[list[Any], ...] = ([], [], [], [])
+    found = Payloads(*columns)
+    for batch in payloads:
+        due = wanted[len(found.sequence) :][: len(batch.sequence)]
+        if [*batch.sequence] == due:
+            taken: Payloads = batch
+        else:
+            places = np.flatnonzero(np.isin(batch.sequence, due)).tolist()
+            taken = Payloads(*([column[place] for place in places] for column in batch))
+        for column, more in zip(columns, taken, strict=True):
+            column += more
+    if found.sequence != wanted:
+        missing = min({*wanted}.difference(found.sequence))
+        raise ValueError(f"the log did not give the call at sequence {missing} again, which it named before")
+    return found
 
 
 def _mask(chains: Chains, sampled: Ints, size: int) -> Flags:
@@ -165,7 +166,7 @@ def _mask(chains: Chains, sampled: Ints, size: int) -> Flags:
     return np.cumsum(steps[:-1], out=steps[:-1]).view(np.bool_)
 
 
-def _without(filled: Filled, why: _Why) -> Filled:
+def _without(filled: Filled, why: Mapping[int, tuple[str, str]]) -> Filled:
     """Leave out the rollouts of the calls that do not hold; the first call of each stands for it."""
     piece = filled.chains.piece
     refused: dict[int, Refusal] = {}

@@ -16,7 +16,7 @@ import sqlite3
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import adbc_driver_manager
 import adbc_driver_postgresql.dbapi
@@ -34,8 +34,16 @@ _LINES = 5_000
 _REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
 
 Value = int | str
-Payload = tuple[int, int, bytes | memoryview, bytes | memoryview]
-"""The heavy columns of a completed call as stored: sequence, codec, token ids, log-probabilities."""
+Bytes = bytes | memoryview
+
+
+class Payloads(NamedTuple):
+    """The heavy columns of some completed calls as stored."""
+
+    sequence: Sequence[int]
+    codec: Sequence[int]
+    token_ids: Sequence[Bytes]
+    logprobs: Sequence[Bytes]
 
 
 class Reader(Protocol):
@@ -50,8 +58,8 @@ class Reader(Protocol):
         """The whole answer, its columns as the schema names and types them."""
         ...
 
-    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
-        """The answer's lines in batches and in their order, each valid until the next one is asked for."""
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Payloads]:
+        """The answer in batches, its lines in their order."""
         ...
 
 
@@ -91,10 +99,10 @@ class _PostgresReader:
             batches.append(pa.record_batch(columns, schema=schema))
         return pa.Table.from_batches(batches, schema)
 
-    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Payloads]:
         for batch in self._ask(name, parameters):
             sequence, codec, token_ids, logprobs = batch.columns
-            yield [*zip(sequence.to_pylist(), codec.to_pylist(), _views(token_ids), _views(logprobs), strict=True)]
+            yield Payloads(sequence.to_pylist(), codec.to_pylist(), _views(token_ids), _views(logprobs))
 
     def _ask(self, name: str, parameters: Mapping[str, Value]) -> Iterator[pa.RecordBatch]:
         asked = numbered(query(name, "postgresql"))
@@ -128,8 +136,9 @@ class _SqliteReader:
             batches.append(pa.record_batch(columns, schema=schema))
         return pa.Table.from_batches(batches, schema)
 
-    def payloads(self, name: str, **parameters: Value) -> Iterator[Sequence[Payload]]:
-        return self._ask(name, parameters)
+    def payloads(self, name: str, **parameters: Value) -> Iterator[Payloads]:
+        for lines in self._ask(name, parameters):
+            yield Payloads(*zip(*lines, strict=True))
 
     def _ask(self, name: str, parameters: Mapping[str, Value]) -> Iterator[list[Any]]:
         cursor = self._connection.execute(query(name, "sqlite"), parameters)

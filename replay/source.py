@@ -20,7 +20,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
-from replay.reader import Payload, Reader
+from replay.reader import Payloads, Reader
 from store import hashing
 
 _EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
@@ -173,7 +173,7 @@ def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, na
     return reader.table(f"{name}_of", schema, only=listed, calls=position.calls)
 
 
-def payloads(reader: Reader, sequences: Ints) -> Iterator[Sequence[Payload]]:
+def payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
     """The heavy columns of the completed calls at these ascending sequences, and of others that lie among them."""
     if not len(sequences):
         return iter(())

@@ -97,7 +97,12 @@ def summary_hash(request: bytes, answer: bytes) -> bytes:
 
 def chain_hash(parent: bytes | None, delta_token_ids: bytes | memoryview) -> bytes:
     """Digest of a call's delta tokens (int32 little-endian) on top of its parent's chain hash; None for a root."""
-    return tagged_digest("chain", b"" if parent is None else parent, delta_token_ids)
+    above = b"" if parent is None else parent
+    # The tagged digest of (above, delta), taken in two steps: replay derives one for every call of a log.
+    sizes = len(above).to_bytes(8, "big"), len(delta_token_ids).to_bytes(8, "big")
+    state = hashlib.sha256(b"".join((_tag("chain"), sizes[0], above, sizes[1])))
+    state.update(delta_token_ids)
+    return state.digest()
 
 
 def event_digest(kind: str, fields: JsonValue, *arrays: bytes) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Engine
 
 from replay.piece import CALLS, Piece, Rollout
-from replay.reader import Payload
+from replay.reader import Payloads
 from store import codec, hashing, log, migrate
 from store.database import open_database, write
 from store.events import CallCompleted, Event, PolicySpan, RolloutOpened, RolloutScored, uuid7
@@ -28,7 +28,13 @@ class Recorded:
     """Completed calls as replay would read them, without a database, to tamper with. Calls are named by their place."""
 
     piece: Piece
-    payloads: list[Payload]
+    lines: list[tuple[Any, ...]]
+    """Its heavy columns, a line a call."""
+
+    @property
+    def payloads(self) -> list[Payloads]:
+        """As one batch."""
+        return [Payloads(*zip(*self.lines, strict=True))]
 
     def facts(self, **changes: Any) -> Recorded:
         """Other facts of its first rollout."""
@@ -43,11 +49,10 @@ class Recorded:
 
     def damaged(self, call: int, **columns: Any) -> Recorded:
         """Other stored arrays of one call."""
-        names = ("sequence", "codec", "token_ids", "logprobs")
-        values = dict(zip(names, self.payloads[call], strict=True)) | columns
-        lines = [*self.payloads]
-        lines[call] = tuple(values[name] for name in names)  # type: ignore[assignment]
-        return replace(self, payloads=lines)
+        values = dict(zip(Payloads._fields, self.lines[call], strict=True)) | columns
+        lines = [*self.lines]
+        lines[call] = tuple(values[name] for name in Payloads._fields)
+        return replace(self, lines=lines)
 
     def without(self, call: int) -> Recorded:
         """As if the log did not hold a call."""
@@ -56,7 +61,7 @@ class Recorded:
         return replace(
             self,
             piece=Piece(rollouts=self.piece.rollouts, calls=calls),
-            payloads=[self.payloads[place] for place in kept.to_pylist()],
+            lines=[self.lines[place] for place in kept.to_pylist()],
         )
 
     def id_of(self, call: int) -> bytes:
@@ -91,7 +96,7 @@ def recorded() -> Callable[..., Recorded]:
         rollouts = [Rollout(**{"rollout_id": name, "opened_at": 0, **nothing, **facts}) for name in names]
         narrow = pa.Table.from_pylist([_narrow(place, call) for place, call in enumerate(calls, 1)], CALLS)
         heavy = [_heavy(place, call) for place, call in enumerate(calls, 1)]
-        return Recorded(piece=Piece.of(rollouts, narrow), payloads=heavy)
+        return Recorded(piece=Piece.of(rollouts, narrow), lines=heavy)
 
     return record
 
@@ -178,6 +183,6 @@ def _narrow(sequence: int, call: CallCompleted) -> dict[str, Any]:
     }
 
 
-def _heavy(sequence: int, call: CallCompleted) -> Payload:
+def _heavy(sequence: int, call: CallCompleted) -> tuple[Any, ...]:
     packed = codec.pack(call.token_ids)
     return sequence, packed.codec, packed.data, call.logprobs

@@ -20,7 +20,7 @@ def chains_of(recorded: Any) -> Chains:
 
 
 def filled(recorded: Any) -> Filled:
-    return fill(chains_of(recorded), [recorded.payloads])
+    return fill(chains_of(recorded), recorded.payloads)
 
 
 def reason(answer: Filled) -> tuple[str, int]:
@@ -37,7 +37,7 @@ def branched(grow: Callable[..., Any], chain_maker: Any, recorded: Callable[...,
 
 
 def test_one_changed_token_refuses(branched: Any) -> None:
-    tokens = token_array(branched.payloads[2][2]).copy()
+    tokens = token_array(branched.lines[2][2]).copy()
     tokens[-1] += 1
     assert reason(filled(branched.damaged(2, token_ids=token_bytes(tokens)))) == ("chain_hash_mismatch", 3)
 
@@ -48,7 +48,7 @@ def test_a_changed_chain_hash_refuses(branched: Any) -> None:
 
 @pytest.mark.parametrize(("name", "at"), [("token_ids", 2), ("logprobs", 3)])
 def test_arrays_of_the_wrong_length_refuse(branched: Any, name: str, at: int) -> None:
-    short = branched.payloads[1][at][:-4]
+    short = branched.lines[1][at][:-4]
     assert reason(filled(branched.damaged(1, **{name: short}))) == ("length_mismatch", 2)
 
 
@@ -60,7 +60,7 @@ def test_arrays_that_cannot_be_decoded_refuse(branched: Any, codec: int) -> None
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, -1])
 def test_a_logprob_that_is_not_finite_refuses(branched: Any, value: float, at: int) -> None:
-    logprobs = logprob_array(branched.payloads[3][3]).copy()
+    logprobs = logprob_array(branched.lines[3][3]).copy()
     logprobs[at] = value
     assert reason(filled(branched.damaged(3, logprobs=logprobs.tobytes()))) == ("logprob_not_finite", 4)
 
@@ -82,9 +82,9 @@ def test_lines_of_other_calls_are_passed_over_and_a_missing_one_is_an_error(bran
     first = chains.only(np.array([True, False]))
     assert sequences(first).tolist() == [1, 2]
     whole = filled(branched)
-    assert np.array_equal(fill(first, [branched.payloads]).token_ids, whole.token_ids[: whole.offset[1]])
+    assert np.array_equal(fill(first, branched.payloads).token_ids, whole.token_ids[: whole.offset[1]])
     with pytest.raises(ValueError, match="did not give the call at sequence 1 again"):
-        fill(chains, [branched.payloads[1:]])
+        fill(chains, branched.without(0).payloads)
 
 
 def test_runs_hold_whole_rollouts_and_about_the_tokens_asked_for(

@@ -15,7 +15,7 @@ from store.events import logprob_array
 def rows_of(recorded: Any) -> list[Row]:
     counts = np.ones(len(recorded.piece.calls), np.bool_)
     chains, refused = check(recorded.piece, counts, walk.paths(recorded.piece, counts))
-    filled = fill(chains, [recorded.payloads])
+    filled = fill(chains, recorded.payloads)
     assert (refused, filled.refused) == ([], ())
     return [*rows(filled)]
 
