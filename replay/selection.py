@@ -31,7 +31,7 @@ from replay import output
 from replay.errors import UnknownRule
 from replay.piece import Flags, Piece, Rollout, flags
 from replay.queries import query
-from store.log import traces
+from store.columns import traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
