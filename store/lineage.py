@@ -3,7 +3,10 @@
 Knows parent links and how deltas make a chain; does not decide which call a request continues. Law: the cost of a
 look-up does not depend on the rollout's history, and a chain comes back whole and verified or not at all.
 
-The statements are in `sql/lineage.sql`.
+PostgreSQL keeps calls in partitions by their ids, which begin with a time, and a look-up should touch the rollout's
+own. So it is told between which ids these lie: not before the rollout was opened, not after the asking clock, with a
+day (`SLACK`) on both sides for servers whose clocks differ. A call outside is not found, and what continues it becomes
+a root; that takes clocks more than a day apart. The statements are in `sql/lineage*.sql`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import chain
 from typing import Any
 from uuid import UUID
@@ -27,13 +29,16 @@ from sqlalchemy.dialects.sqlite import pysqlite
 from store import codec, hashing, schema
 from store.columns import traces
 from store.errors import BrokenLink
-from store.events import ItemTrace, token_array
+from store.events import ItemTrace, token_array, uuid7
+from store.statements import statements
 
-_NAME = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 _SELECTED = re.compile(r"^select\n(.+?)\nfrom", re.MULTILINE | re.DOTALL)
 """The columns of a statement: those of its one select that begins a line and has them on the next."""
 _KEYS = 4
 """Summary hashes that one statement looks for; most requests have one or two."""
+SLACK = 24 * 3600 * 1_000_000
+"""Microseconds by which the clocks of servers may differ."""
+_LAST = UUID(int=2**128 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +73,26 @@ class TracedCall:
     answer: tuple[ItemTrace, ...]
 
 
-def find_by_summary(connection: Connection, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
-    """The rollout's completed calls that have one of these summary hashes, in order of sequence: indexed queries."""
+def find_by_summary(
+    connection: Connection, rollout_id: str, keys: Sequence[bytes], *, now: int | None = None
+) -> list[KnownCall]:
+    """The rollout's completed calls that have one of these summary hashes, in order of sequence: indexed queries.
+
+    `now` is the time in microseconds; without it PostgreSQL looks into partitions of the future, too.
+    """
     question = _question(connection.dialect.name)
     known: list[KnownCall] = []
     # By the driver itself: each call asks this, and SQLAlchemy would take most of the time.
     with closing(connection.connection.cursor()) as cursor:
+        between = _between(connection, rollout_id, now)
         for at in range(0, len(keys), _KEYS):
             some = [*keys[at : at + _KEYS]]
             some += some[-1:] * (_KEYS - len(some))
-            values = {"rollout_id": rollout_id, **{f"key_{number}": key for number, key in enumerate(some, 1)}}
+            values = {
+                "rollout_id": rollout_id,
+                **{f"key_{number}": key for number, key in enumerate(some, 1)},
+                **between,
+            }
             cursor.execute(question.text, [values[name] for name in question.parameters])
             known += [question.answer(row) for row in cursor.fetchall()]
     return sorted(known, key=lambda call: call.sequence)
@@ -92,7 +107,7 @@ def chain_tokens(connection: Connection, call_id: UUID) -> npt.NDArray[np.int32]
     last: UUID | None = None
     parts: list[npt.NDArray[np.int32]] = []
     length = 0
-    for row in connection.execute(_CHAIN, {"call_id": call_id}):
+    for row in connection.execute(_CHAIN[connection.dialect.name], {"call_id": call_id}):
         delta = codec.unpack(row.codec, row.token_ids)
         chain_hash = hashing.chain_hash(chain_hash, delta)
         stored = (row.parent_id, row.depth, row.prev_len, row.prompt_len + row.sampled_len, row.chain_hash)
@@ -110,9 +125,12 @@ def chain_tokens(connection: Connection, call_id: UUID) -> npt.NDArray[np.int32]
     return np.concatenate(parts)
 
 
-def recent_requests(connection: Connection, rollout_id: str, limit: int = 32) -> list[TracedCall]:
+def recent_requests(
+    connection: Connection, rollout_id: str, limit: int = 32, *, now: int | None = None
+) -> list[TracedCall]:
     """The rollout's latest completed calls with the item traces of their whole requests, newest last."""
-    found = connection.execute(_RECENT_REQUESTS, {"rollout_id": rollout_id, "calls": limit}).all()
+    values = {"rollout_id": rollout_id, "calls": limit, **_between(connection, rollout_id, now)}
+    found = connection.execute(_RECENT_REQUESTS, values).all()
     rows = {row.call_id: row for row in found}
     whole: dict[UUID | None, tuple[ItemTrace, ...]] = {None: ()}
     recent: list[TracedCall] = []
@@ -139,10 +157,23 @@ def recent_requests(connection: Connection, rollout_id: str, limit: int = 32) ->
     return recent
 
 
+def _between(connection: Connection, rollout_id: str, now: int | None) -> dict[str, UUID | bytes]:
+    """Between which ids the rollout's calls lie: `low` to below `high`, as the driver takes them."""
+    if connection.dialect.name == "sqlite":  # has no partitions to leave out
+        return {"low": bytes(16), "high": _LAST.bytes}
+    with closing(connection.connection.cursor()) as cursor:
+        question = _question(connection.dialect.name)
+        cursor.execute(question.opened_at, [rollout_id])
+        opened = cursor.fetchone()
+    low = uuid7(max(0, opened[0] - SLACK) // 1000, bytes(10)) if opened else UUID(int=0)
+    return {"low": low, "high": _LAST if now is None else uuid7((now + SLACK) // 1000, bytes(10))}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
     """The statement `find_by_summary` as one driver takes it."""
 
+    opened_at: str
     text: str
     parameters: tuple[str, ...]
     columns: tuple[tuple[str, Callable[[Any], Any] | None], ...]
@@ -166,6 +197,7 @@ def _question(database: str) -> _Question:
     compiled = _FIND_BY_SUMMARY.compile(dialect=dialect)
     assert compiled.positiontup is not None, "both parameter styles are positional"
     return _Question(
+        opened_at=str(text(statements("lineage")["opened_at"]).compile(dialect=dialect)),
         text=str(compiled),
         parameters=tuple(compiled.positiontup),
         columns=tuple(
@@ -175,13 +207,12 @@ def _question(database: str) -> _Question:
     )
 
 
-def _statement(name: str) -> TextualSelect:
-    """One statement of `sql/lineage.sql` by its name; its columns have the types of `model_call`.
+def _statement(name: str, file: str = "lineage") -> TextualSelect:
+    """One statement by its name; its columns have the types of `model_call`.
 
     They are told in their order: only then does SQLAlchemy not work them out anew for each result.
     """
-    _, *named = _NAME.split((files("store") / "sql" / "lineage.sql").read_text(encoding="utf-8"))
-    words = dict(zip(named[::2], named[1::2], strict=True))[name].strip().rstrip(";")
+    words = statements(file)[name]
     (selected,) = _SELECTED.findall(words)
     names = [column.split()[-1].rpartition(".")[-1] for column in selected.split(",")]
     call = schema.model_call.c
@@ -189,5 +220,8 @@ def _statement(name: str) -> TextualSelect:
 
 
 _FIND_BY_SUMMARY = _statement("find_by_summary")
-_CHAIN = _statement("chain").bindparams(bindparam("call_id", type_=schema.Id))
+_CHAIN = {
+    each: _statement("chain", f"lineage.{each}").bindparams(bindparam("call_id", type_=schema.Id))
+    for each in ("sqlite", "postgresql")
+}
 _RECENT_REQUESTS = _statement("recent_requests")

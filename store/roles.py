@@ -60,12 +60,10 @@ def _statements(connection: Connection, roles: Roles) -> list[str]:
             continue
         if not _NAME.fullmatch(name) or name in owners:
             raise UnknownRole(name)
-        quoted = preparer.quote_identifier(name)
-        found += (
-            statements("roles")[part]
-            .replace("{role}", quoted)
-            .replace("{same}", f"'{name}'")
-            .replace("{schema}", where)
-            for part in ("role", kind)
-        )
+        names = {"{role}": preparer.quote_identifier(name), "{same}": f"'{name}'", "{schema}": where}
+        for part in ("role", kind):
+            words = statements("roles")[part]
+            for hole, put in names.items():
+                words = words.replace(hole, put)
+            found.append(words)
     return found

@@ -3,8 +3,8 @@
 Knows the files; does not know what a statement means or who runs it. Law: SQL lives in files, each statement under
 `-- name: NAME` and a sentence, and is never built from strings.
 
->>> sorted(statements("lineage.sqlite"))
-['chain', 'find_by_summary', 'recent_requests']
+>>> sorted(statements("lineage"))
+['find_by_summary', 'opened_at', 'recent_requests']
 """
 
 from __future__ import annotations

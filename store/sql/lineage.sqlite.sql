@@ -1,0 +1,18 @@
+-- name: chain
+-- Every call from a tip to its root, by parent links; the subquery makes each step one probe of the index on call_id.
+-- depth counts down to the root, so that no loop of links can run for ever.
+with recursive ancestor (call_id, depth) as (
+  select call_id, depth
+  from model_call
+  where call_id = :call_id
+  union all
+  select (select parent_id from model_call where model_call.call_id = ancestor.call_id), ancestor.depth - 1
+  from ancestor
+  where ancestor.depth > 0
+)
+select
+  model_call.call_id, model_call.parent_id, model_call.depth, model_call.prev_len, model_call.prompt_len,
+  model_call.sampled_len, model_call.chain_hash, model_call.codec, model_call.token_ids
+from ancestor
+join model_call on model_call.call_id = ancestor.call_id
+order by ancestor.depth;
