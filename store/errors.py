@@ -8,6 +8,8 @@
     ├── LosesEvents         a downgrade would drop what events say: agree to that, or stay
     ├── UnknownPartition    no partition of this name, or one that must stay
     ├── UnknownRole         no name that a role can have
+    ├── NotOwner            the schema belongs to another user of the database
+    ├── NeedsPostgres       SQLite has nothing of the kind
     ├── LogUnavailable      the database cannot be reached or written: retry later
     ├── EventConflict       the same id was appended before with other content
     ├── BrokenLink          an event names a parent that is missing or does not fit it
@@ -95,6 +97,24 @@ class UnknownRole(LogError):
         super().__init__(
             f"{name!r} cannot be a role: take a name of letters, digits and _ that is not the owner's and not pg_..."
         )
+
+
+class NotOwner(LogError):
+    """The database user may not change the schema."""
+
+    def __init__(self, user: str | None, cause: str) -> None:
+        self.user = user
+        super().__init__(
+            f"user {user!r} may not change the schema ({cause}): run it as the user who made it, or hand what --sql "
+            "prints to them"
+        )
+
+
+class NeedsPostgres(LogError):
+    """A SQLite log was asked for what only PostgreSQL has."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"a SQLite log has no {what}: {instead}, or keep the log in PostgreSQL")
 
 
 class LogUnavailable(LogError):

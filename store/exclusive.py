@@ -10,10 +10,10 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, exc, text
 
 from store.database import session, write
-from store.errors import LogUnavailable, SchemaBusy
+from store.errors import LogUnavailable, NotOwner, SchemaBusy
 
 LOCK_SECONDS = 5
 """How long a change waits for a table on PostgreSQL; calls that come meanwhile wait behind it."""
@@ -21,6 +21,7 @@ _LOCK_TIMEOUT = text(f"set lock_timeout = '{LOCK_SECONDS}s'")
 _TRY = text("select pg_try_advisory_lock(hashtext('turnlog'), hashtext('upgrade'))")
 _PAUSE_SECONDS = 0.1
 _LOCK_NOT_AVAILABLE = "55P03"
+_INSUFFICIENT_PRIVILEGE = "42501"
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def exclusively(database: Engine) -> Generator[Connection]:
     several transactions; the lock is the session's, so the server itself must be reached, not a pool of transactions.
     Who waits asks now and then, and has no snapshot: an index that is built concurrently waits for every one there is.
 
-    Raises SchemaBusy when a table cannot be had in time.
+    Raises SchemaBusy when a table cannot be had in time, and NotOwner when the schema is somebody else's.
     """
     if database.dialect.name == "sqlite":
         with write(database) as connection:
@@ -46,6 +47,16 @@ def exclusively(database: Engine) -> Generator[Connection]:
             connection.commit()
             yield connection
     except LogUnavailable as error:
-        if getattr(getattr(error.__cause__, "orig", None), "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+        if _state(error.__cause__) == _LOCK_NOT_AVAILABLE:
             raise SchemaBusy(LOCK_SECONDS) from error
         raise
+    except exc.ProgrammingError as error:
+        if _state(error) == _INSUFFICIENT_PRIVILEGE:
+            raise NotOwner(database.url.username, str(error.orig).splitlines()[0]) from error
+        raise
+
+
+def _state(error: BaseException | None) -> str | None:
+    """PostgreSQL's code of an error."""
+    state: str | None = getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state

@@ -22,9 +22,10 @@ from itertools import pairwise
 from typing import Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, text
 
 from store import schema
+from store.database import read
 from store.errors import UnknownPartition
 from store.statements import statements
 
@@ -36,7 +37,7 @@ _BOUNDS = re.compile(r"FROM \('?([^')]+)'?\) TO \('?([^')]+)'?\)")
 _LAST_MS = 253_402_300_799_999
 """The end of the year 9999: ids that say more were made without a clock."""
 _ENOUGH = timedelta(days=31)
-"""A server says so when it starts and the partitions made ahead end sooner."""
+"""When the partitions made ahead end sooner, servers say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +184,16 @@ def made_until(connection: Connection) -> datetime | None:
     return min(known) if len(known) == len(ends) else None
 
 
-def ends_soon(connection: Connection, now: datetime) -> bool:
-    """Whether the partitions made ahead end within a month."""
-    until = made_until(connection)
-    return until is None or until < now + _ENOUGH
+def reminder(database: Engine, now: datetime) -> str | None:
+    """What to say when the partitions made ahead end within a month; None while they do not, and on SQLite."""
+    if database.dialect.name == "sqlite":
+        return None
+    with read(database) as connection:
+        until = made_until(connection)
+    if until is not None and until >= now + _ENOUGH:
+        return None
+    end = "there are no partitions of the calls to come" if until is None else f"partitions end on {until:%Y-%m-%d}"
+    return f"{end}, and later calls go to the default one, of which none can be archived: run `turnlog db partition`"
 
 
 def unguarded(connection: Connection) -> set[str]:
