@@ -4,8 +4,10 @@
     ├── BadRequest          400  the harness sent something that cannot be read: mend the request
     │   ├── UnknownItem     400  a kind of message, part or call that turnlog does not know by name
     │   └── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
+    ├── NoToken             401  what the operator alone may reach, asked for without the operator's token
     ├── UnknownRoute        404  the path under a rollout is not served
     ├── UnknownRollout      404  the rollout was never opened, and this server wants it to be
+    ├── WrongSecret         404  the rollout does not exist, or has another secret
     ├── OutcomeTaken        409  an outcome with this id, but another content, is in the log
     ├── BadRolloutId        422  the id in the URL or header breaks the rule for ids
     ├── LogDown             503  the log cannot be asked or written: retry later
@@ -18,7 +20,19 @@ it breaks and the remedy. A dialect turns an error into its own wire shape; it i
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+_SECRET = re.compile(r"(?:~|%(?:25)*7e)[^/?'\"\s]*", re.IGNORECASE)
+
+
+def shown_path(path: str, hidden: str = "~***") -> str:
+    """A path or an id without the secret that may follow a `~` in it, however that is written.
+
+    >>> shown_path("/rollouts/r1~k9Xw/v1/models"), shown_path("/rollouts/r1%257Ek9Xw/v1", hidden="")
+    ('/rollouts/r1~***/v1/models', '/rollouts/r1/v1')
+    """
+    return _SECRET.sub(hidden, path)
 
 
 class EngineError(Exception):
@@ -56,6 +70,19 @@ class PromptTooLong(BadRequest):
         super().__init__(f"This model's maximum context length is {limit} tokens. However, {found}", param="messages")
 
 
+class NoToken(EngineError):
+    """A path that needs the operator's token was asked for without it."""
+
+    status = 401
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{shown_path(path)} is the operator's: send the header 'Authorization: Bearer TOKEN' with its token, "
+            "or call a model at the base URL that POST /rollouts gave"
+        )
+
+
 class UnknownRoute(EngineError):
     """A path under a rollout that is not served."""
 
@@ -70,6 +97,19 @@ class UnknownRollout(EngineError):
     def __init__(self, rollout_id: str) -> None:
         self.rollout_id = rollout_id
         super().__init__(f"rollout {rollout_id!r} was never opened: open it with POST /rollouts first")
+
+
+class WrongSecret(EngineError):
+    """A rollout and a secret that do not belong together; says the same whether there is such a rollout or not."""
+
+    status = 404
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        super().__init__(
+            f"no rollout {rollout_id!r} has the secret in this URL: use the base URL that POST /rollouts gave, "
+            "or open another rollout"
+        )
 
 
 class OutcomeTaken(EngineError):
@@ -91,7 +131,9 @@ class BadRolloutId(EngineError):
 
     def __init__(self, rollout_id: str) -> None:
         self.rollout_id = rollout_id
-        super().__init__(f"rollout id {rollout_id!r} is not 1 to 128 of letters, digits and ._-: choose another id")
+        super().__init__(
+            f"rollout id {shown_path(rollout_id)!r} is not 1 to 128 of letters, digits and ._-: choose another id"
+        )
 
 
 class LogDown(EngineError):

@@ -1,8 +1,9 @@
-"""The front of the server: a rollout from the URL, and an answer held until its event is durable.
+"""The front of the server: what may come in is captured, and its answer held until its event is durable.
 
-Knows ASGI, URLs and the two ways an answer travels (one body, or a stream of events); does not know vLLM, the decision
-or the database. Law: the last byte of an answer leaves after the commit. A plain answer is held whole; a stream flows
-until every choice has finished, and what follows (the finishing chunk, usage, `[DONE]`) is held.
+Knows ASGI and the two ways an answer travels (one body, or a stream of events); does not know who may come in
+(`engine.access`), vLLM, the decision or the database. Law: the last byte of an answer leaves after the commit. A plain
+answer is held whole; a stream flows until every choice has finished, and what follows (the finishing chunk, usage,
+`[DONE]`) is held.
 
 `/rollouts/ID/v1/chat/completions` is served as `/v1/chat/completions` and captured for rollout ID, as is a request to
 `/v1/chat/completions` with the header `x-turnlog-rollout: ID`; so are `/v1/responses` and `/v1/messages`. Paths that
@@ -13,29 +14,19 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
 from pydantic import JsonValue
 
+from engine.access import Access, of_request
 from engine.call import CURRENT, Call
 from engine.dialects import chat
-from engine.dialects.routes import DIALECTS, PASSED, dialect_at
+from engine.dialects.routes import dialect_at
 from engine.dialects.wire import Dialect, Stream
-from engine.errors import (
-    BadRequest,
-    BadRolloutId,
-    EngineError,
-    LogDown,
-    PromptTooLong,
-    UnknownRollout,
-    UnknownRoute,
-    UnreadableAnswer,
-)
+from engine.errors import BadRequest, EngineError, LogDown, NoToken, PromptTooLong, UnreadableAnswer
 from engine.hints import hints
 from engine.journal import Journal
-from store import log
 
 Message = MutableMapping[str, Any]  # ASGI's own shape, as are the next three
 Receive = Callable[[], Awaitable[Message]]
@@ -45,18 +36,16 @@ Fields = dict[str, JsonValue]
 
 logger = logging.getLogger("turnlog")
 
-_UNDER_ROLLOUT = re.compile(r"/rollouts/(?P<rollout>[^/]*)(?P<path>/v1/.*)", re.DOTALL)
-_ROLLOUT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 CLIENT_LEFT = "the client left before its answer was complete"
 
 
 class Gateway:
     """ASGI middleware around the model server's whole application."""
 
-    def __init__(self, app: App, *, journal: Journal, require_open: bool = False) -> None:
+    def __init__(self, app: App, *, journal: Journal, access: Access | None = None) -> None:
         self._app = app
         self._journal = journal
-        self._require_open = require_open
+        self._access = Access(journal) if access is None else access
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request; capture it when it belongs to a rollout."""
@@ -64,28 +53,27 @@ class Gateway:
             await self._app(scope, receive, send)
             self._journal.close()
             return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
-            rollout_id, path = _route(scope)
+            wanted = await self._access.admit(scope)
         except EngineError as error:
-            await _answer_error(send, error, dialect_at(_split(scope)[1]) or chat)
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": type(error).__name__})
+            else:
+                await _answer_error(send, error, dialect_at(of_request(scope).path) or chat)
             return
-        dialect = dialect_at(path)
-        if rollout_id is None:
+        dialect = dialect_at(wanted.path)
+        if wanted.rollout_id is None:
             await self._app(scope, receive, send)
-        elif dialect is None:
-            await self._app(_moved(scope, path), receive, send)
+        elif dialect is None or scope["type"] == "websocket":
+            await self._app(_moved(scope, wanted.path), receive, send)
         else:
-            await self._capture(_moved(scope, path), receive, send, rollout_id, dialect)
+            await self._capture(_moved(scope, wanted.path), receive, send, wanted.rollout_id, dialect)
 
     async def _capture(self, scope: Message, receive: Receive, send: Send, rollout_id: str, dialect: Dialect) -> None:
         body = await _read(receive)
         if body is None:
             return  # the client left while it was sending
         try:
-            await self._expect_open(rollout_id)
             request = _request_of(body)
             call = self._call(rollout_id, dialect, request, scope)
         except EngineError as error:
@@ -107,12 +95,6 @@ class Gateway:
                 call.end("abandoned", CLIENT_LEFT)
             else:
                 call.end("failed", "the server stopped before the answer was complete")
-
-    async def _expect_open(self, rollout_id: str) -> None:
-        if not self._require_open:
-            return
-        if await self._journal.query(lambda connection: log.rollout(connection, rollout_id)) is None:
-            raise UnknownRollout(rollout_id)
 
     def _call(self, rollout_id: str, dialect: Dialect, request: Fields, scope: Message) -> Call:
         items = dialect.request_items(request)
@@ -247,30 +229,6 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": bytes(self._held), "more_body": False})
 
 
-def _route(scope: Message) -> tuple[str | None, str]:
-    """(rollout, path to serve); no rollout for traffic that is not captured. Raises BadRolloutId, UnknownRoute."""
-    rollout_id, path = _split(scope)
-    if rollout_id is not None:
-        if path not in PASSED and dialect_at(path) is None:
-            served = [*(dialect.PATH for dialect in DIALECTS), *sorted(PASSED)]
-            raise UnknownRoute(f"{path} is not served for a rollout: use {', '.join(served)}")
-    else:
-        named = [value for name, value in scope["headers"] if name == b"x-turnlog-rollout"]
-        if not named or dialect_at(path) is None:
-            return None, path
-        rollout_id = named[0].decode("latin-1")
-    if _ROLLOUT_ID.fullmatch(rollout_id) is None:
-        raise BadRolloutId(rollout_id)
-    return rollout_id, path
-
-
-def _split(scope: Message) -> tuple[str | None, str]:
-    """The rollout that the URL names, if it names one, and the path to serve."""
-    path = str(scope["path"].removeprefix(scope.get("root_path", "")))
-    under = _UNDER_ROLLOUT.fullmatch(path)
-    return (None, path) if under is None else (under["rollout"], under["path"])
-
-
 def _moved(scope: Message, path: str) -> Message:
     served = scope.get("root_path", "") + path
     return {**scope, "path": served, "raw_path": served.encode()}
@@ -329,7 +287,11 @@ def _message_of(body: bytes) -> str:
 
 async def _answer_error(send: Send, error: EngineError, dialect: Dialect) -> None:
     body = json.dumps(dialect.error_body(error)).encode()
-    more = [(b"retry-after", str(error.retry_after).encode())] if isinstance(error, LogDown) else []
+    more: list[tuple[bytes, bytes]] = []
+    if isinstance(error, LogDown):
+        more.append((b"retry-after", str(error.retry_after).encode()))
+    elif isinstance(error, NoToken):
+        more.append((b"www-authenticate", b"Bearer"))
     await _answer(send, error.status, b"application/json", body, *more)
 
 

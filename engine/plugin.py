@@ -7,7 +7,6 @@ for media that cannot be written each stop it with an error that names the remed
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from engine.access import Access, hide_secrets
 from engine.dialects.routes import DIALECTS
 from engine.errors import EngineMismatch
 from engine.gateway import Gateway
@@ -77,6 +77,7 @@ async def install(
     database = open_database(url)
     require_current(database)
     open_media(settings.media, url)
+    _keep_secrets(settings, api_keys)
     journal = Journal(database, worker=worker)
     lost = journal.start()
     for end in lost:
@@ -86,16 +87,30 @@ async def install(
         logger.info("splice of %s: %s", shape, path)
     # Outermost, around the stack that vLLM has built already: its API-key check must see the path that is served.
     stack = app.middleware_stack or app.build_middleware_stack()
-    app.middleware_stack = Gateway(stack, journal=journal, require_open=settings.require_open)
+    access = Access(
+        journal,
+        token=None if settings.token is None else settings.token.get_secret_value(),
+        api_keys=api_keys,
+        require_open=settings.require_open,
+    )
+    app.middleware_stack = Gateway(stack, journal=journal, access=access)
     logger.info(
         "turnlog writes to %s as worker %s, reasoning %s; %d calls of an earlier run marked lost",
         database.url.render_as_string(hide_password=True), worker, settings.reasoning, len(lost),
     )  # fmt: skip
-    return Service(
-        journal=journal,
-        worker=engine_worker,
-        tokens=tuple(hashlib.sha256(key.encode()).digest() for key in api_keys),
-    )
+    return Service(journal=journal, worker=engine_worker, access=access)
+
+
+def _keep_secrets(settings: Settings, api_keys: Sequence[str]) -> None:
+    """Refuse what would show a rollout's secret or stand in its way, and hide it where a request is logged first."""
+    if settings.require_open and api_keys:
+        raise EngineMismatch(
+            "--api-key", "set beside --require-open, whose token guards all that it would", remedy="leave it out"
+        )
+    variable = "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"
+    if settings.require_open and os.environ.get(variable, "").lower() == "true":
+        raise EngineMismatch(variable, "set, which logs the secrets that rollouts are opened with", remedy="unset it")
+    logging.getLogger("uvicorn.asgi").addFilter(hide_secrets)
 
 
 async def _settle(state: Any) -> None:

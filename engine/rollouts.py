@@ -1,14 +1,16 @@
 """The rollout API: open a rollout, score it, look at it, and number the trainer's weights.
 
-Knows HTTP bodies and which events they become; does not know vLLM or how calls are decided. Law: it appends events and
-reads them back; there is no state here to get out of step with the log.
+Knows HTTP bodies and which events they become; does not know vLLM, how calls are decided, or who may ask
+(`engine.access` has let them in). Law: it appends events and reads them back; there is no state here to get out of step
+with the log.
+
+A rollout's secret is in the answer to its opening and nowhere else. Who may have to open it again, because that answer
+can be lost, brings a secret with the id: the same opening again then has the same answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -16,6 +18,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from sqlalchemy import Connection
 
+from engine.access import Access, digest, is_secret, new_secret
 from engine.errors import EngineError, LogDown, OutcomeTaken
 from engine.journal import Journal
 from engine.outcome import Outcome, is_known, receipt, scored
@@ -33,18 +36,12 @@ class Service:
 
     journal: Journal
     worker: Worker
-    tokens: tuple[bytes, ...]
-    """SHA-256 of the server's API keys; empty when it asks for none."""
+    access: Access
 
 
 def service(request: Request) -> Service:
-    """The running service, after the caller has shown an API key if the server asks for one."""
-    found = cast("Service", request.app.state.turnlog)
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    shown = hashlib.sha256(token.encode()).digest() if scheme.lower() == "bearer" else b""
-    if found.tokens and not any(secrets.compare_digest(shown, known) for known in found.tokens):
-        raise HTTPException(401, "no valid API key: send the header 'Authorization: Bearer KEY'")
-    return found
+    """The running service."""
+    return cast("Service", request.app.state.turnlog)
 
 
 Running = Annotated[Service, Depends(service)]
@@ -64,6 +61,8 @@ class OpenRollout(_Body):
     task: str | None = None
     harness: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    secret: JsonValue = Field(default=None, repr=False)
+    """The rollout's secret, where the caller brings one; checked by hand, for an error would show it."""
 
 
 class PolicyVersion(_Body):
@@ -74,19 +73,24 @@ class PolicyVersion(_Body):
 
 @router.post("/rollouts", status_code=201)
 async def open_rollout(body: OpenRollout, request: Request, running: Running) -> dict[str, str]:
-    """Open a rollout; its base URL is what the harness is pointed at."""
+    """Open a rollout; its base URL is what the harness is pointed at, and holds its secret: it is shown here only."""
     journal = running.journal
+    if body.secret is not None and not is_secret(body.secret):
+        raise HTTPException(422, "secret is not 32 to 128 of letters, digits and _-: bring another, or leave it out")
+    secret = new_secret() if body.secret is None else str(body.secret)
     rollout_id = body.rollout_id or str(journal.new_id())
-    event = RolloutOpened(**body.model_dump(exclude={"rollout_id"}), rollout_id=rollout_id, opened_at=journal.now())
-    known = await journal.query(lambda connection: log.rollout(connection, rollout_id))
-    if known is None:
-        try:
-            await journal.append([event])
-        except EventConflict:
-            known = event
-    if known is not None:
-        raise HTTPException(409, f"rollout {rollout_id!r} is open already: choose another id, or leave it out")
-    return {"rollout_id": rollout_id, "base_url": f"{request.base_url}rollouts/{rollout_id}/v1"}
+    event = RolloutOpened(
+        **body.model_dump(exclude={"rollout_id", "secret"}),
+        rollout_id=rollout_id,
+        opened_at=journal.now(),
+        secret_hash=digest(secret),
+    )
+    try:
+        await _append_opening(journal, event)
+    except EngineError as error:
+        raise HTTPException(error.status, str(error)) from error
+    running.access.remember(rollout_id, event.secret_hash)
+    return {"rollout_id": rollout_id, "base_url": f"{request.base_url}rollouts/{rollout_id}~{secret}/v1"}
 
 
 @router.post("/rollouts/{rollout_id}/outcome", status_code=201)
@@ -119,10 +123,32 @@ async def set_policy_version(body: PolicyVersion, running: Running) -> dict[str,
 
 
 async def _known(journal: Journal, rollout_id: str) -> RolloutOpened:
-    opened = await journal.query(lambda connection: log.rollout(connection, rollout_id))
+    opened = await _opening(journal, rollout_id)
     if opened is None:
         raise HTTPException(404, f"rollout {rollout_id!r} is not in the log: open it with POST /rollouts")
     return opened
+
+
+async def _append_opening(journal: Journal, event: RolloutOpened) -> None:
+    """Append it, unless this very caller has opened the rollout just so before."""
+    known = await _opening(journal, event.rollout_id)
+    if known is None:
+        try:
+            await journal.append([event])
+        except LogDown as error:
+            if not isinstance(error.__cause__, EventConflict):
+                raise
+            known = await _opening(journal, event.rollout_id)  # the same id was opened at the same time
+    if known is not None and known.model_copy(update={"opened_at": event.opened_at}) != event:
+        raise HTTPException(
+            409,
+            f"rollout {event.rollout_id!r} is open already: choose another id, or leave it out; "
+            "who brings the same secret and fields again gets the same answer",
+        )
+
+
+async def _opening(journal: Journal, rollout_id: str) -> RolloutOpened | None:
+    return await journal.query(lambda connection: log.rollout(connection, rollout_id))
 
 
 async def _append_once(journal: Journal, event: RolloutScored) -> None:

@@ -6,13 +6,17 @@ its flags; whoever runs `vllm serve` sets them by hand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from engine.errors import EngineMismatch
 from store.events import ReasoningPolicy
+
+_TOKEN = re.compile(r"[!-~]{16,}")
+"""Characters that a header can hold, and more than anybody guesses."""
 
 
 class Settings(BaseModel):
@@ -28,7 +32,12 @@ class Settings(BaseModel):
         default=None, description="TURNLOG_MEDIA: fsspec URL; default a folder beside the database"
     )
     reasoning: ReasoningPolicy = Field(default="strict", description="TURNLOG_REASONING: strict or restore")
-    require_open: bool = Field(default=False, description="TURNLOG_REQUIRE_OPEN: refuse rollouts that nobody opened")
+    require_open: bool = Field(
+        default=False, description="TURNLOG_REQUIRE_OPEN: 1 serves a rollout by its secret alone"
+    )
+    token: SecretStr | None = Field(
+        default=None, description="TURNLOG_TOKEN: what the operator shows as 'Authorization: Bearer TOKEN'"
+    )
     worker: str | None = Field(
         default=None, description="TURNLOG_WORKER: stable name of this server; default host:port"
     )
@@ -45,3 +54,12 @@ class Settings(BaseModel):
             variable = names[str(first["loc"][0])]
             remedy = f"{first['msg']}; {cls.model_fields[str(first['loc'][0])].description}"
             raise EngineMismatch(variable, repr(environment[variable]), remedy=remedy) from None
+
+    def model_post_init(self, _: object) -> None:
+        """Refuse a door without a key. Raises EngineMismatch."""
+        strong = "set it to 16 or more characters without spaces, such as `openssl rand -hex 32` gives"
+        if self.token is None:
+            if self.require_open:
+                raise EngineMismatch("TURNLOG_TOKEN", "not set, but --require-open needs it", remedy=strong)
+        elif _TOKEN.fullmatch(self.token.get_secret_value()) is None:
+            raise EngineMismatch("TURNLOG_TOKEN", "one that can be guessed or fits no header", remedy=strong)

@@ -274,7 +274,7 @@ class ModelServer:
         self.log = folder / "server.log"
         self.database = open_database(f"sqlite:///{folder}/turnlog.db")
         migrate.upgrade(self.database)
-        self._model = build_model(folder / "model")
+        self.model = build_model(folder / "model")
         self._running: RunningServer | None = None
         self.reasoning = "restore"
         """The policy under which it starts next."""
@@ -286,7 +286,7 @@ class ModelServer:
             url = self.database.url.render_as_string()
             found_in = [str(Path(__file__).parent / "scripted"), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._running = start_server(
-                self._model,
+                self.model,
                 url=url,
                 log=self.log,
                 flags=("--reasoning", self.reasoning, "--served-model-name", *MODELS),

@@ -97,14 +97,19 @@ def serve(
         typer.Option(help="When a harness drops the model's thoughts: begin a new row (strict), or keep them."),
     ] = "strict",
     require_open: Annotated[
-        bool, typer.Option("--require-open", help="Refuse rollouts that were not opened with POST /rollouts.")
+        bool,
+        typer.Option("--require-open", help="Serve a rollout by its secret alone, and all else by $TURNLOG_TOKEN."),
     ] = False,
     worker: Annotated[
         str | None,
         typer.Option(help="Stable name of this server, by which it finds calls it left open. Default: host:port."),
     ] = None,
 ) -> None:
-    """Start the stock vLLM server with turnlog on: what agents do at /rollouts/ID/v1 goes into the log."""
+    """Start the stock vLLM server with turnlog on: what agents do at /rollouts/ID/v1 goes into the log.
+
+    $TURNLOG_TOKEN, where it is set, is what the operator shows to steer the server.
+    """
+    from engine.settings import Settings
     from store.database import database_url
     from turnlog.serve import command, environment
 
@@ -112,6 +117,7 @@ def serve(
     resolved = database_url(url)
     _prepare(resolved, create=url is None and "TURNLOG_URL" not in os.environ)
     variables = environment(os.environ, url=resolved, reasoning=reasoning, require_open=require_open, worker=worker)
+    Settings.from_environment(variables)  # what is wrong is told before a model is loaded
     sys.stdout.flush()
     os.execve(arguments[0], arguments, variables)
 

@@ -52,7 +52,12 @@ HOSTED = frozenset({
 
 _BLOCKS = "blocks of type text, image, document, thinking, redacted_thinking, tool_use, tool_result or of a hosted tool"
 _BILLING = "x-anthropic-billing-header"
-_ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 422: "invalid_request_error"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    422: "invalid_request_error",
+}
 
 
 def request_items(body: Fields) -> tuple[Item, ...]:

@@ -29,6 +29,7 @@ DialectName = Literal["chat", "responses", "messages"]
 
 _ERROR_TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     422: "UnprocessableEntityError",
     503: "ServiceUnavailableError",

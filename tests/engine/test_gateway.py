@@ -9,6 +9,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine
 
+from engine.access import Access
 from engine.call import CURRENT, Call
 from engine.capture import Admission
 from engine.decide import Root
@@ -239,12 +240,14 @@ def test_a_prompt_that_is_not_the_one_decided_on_is_never_stored(journal: Journa
 
 
 def test_a_server_that_requires_it_refuses_rollouts_that_nobody_opened(journal: Journal) -> None:
-    gateway = Gateway(plain, journal=journal, require_open=True)
-    answer = ask(gateway)
+    access = Access(journal, token="the-operators-token", require_open=True)
+    gateway = Gateway(plain, journal=journal, access=access)
+    key = {"authorization": "Bearer the-operators-token"}
+    answer = ask(gateway, headers=key)
     assert answer.status_code == 404
     assert "POST /rollouts" in answer.json()["error"]["message"]
     asyncio.run(journal.append([RolloutOpened(rollout_id="r", opened_at=1)]))
-    assert ask(gateway).status_code == 200
+    assert ask(gateway, headers=key).status_code == 200
 
 
 def test_traffic_without_a_rollout_is_not_touched(journal: Journal) -> None:

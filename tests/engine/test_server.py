@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sqlite3
 import threading
 import time
@@ -392,7 +393,7 @@ def test_the_rollout_api_opens_scores_and_shows_a_rollout(server: Any) -> None:
     opened = httpx.post(f"{server.address}/rollouts", json={"group_id": "g", "slot": 1, "task": "t"})
     assert opened.status_code == 201
     rollout, base = opened.json()["rollout_id"], opened.json()["base_url"]
-    assert base == f"{server.address}/rollouts/{rollout}/v1"
+    assert re.fullmatch(f"{server.address}/rollouts/{rollout}~[A-Za-z0-9_-]{{43}}/v1", base)
     client = OpenAI(base_url=base, api_key="none")
     client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=4, extra_body=SILENT

@@ -1,7 +1,6 @@
 """What stops a server from starting: each refusal names the value and the remedy. Real serving is in test_server.py."""
 
 import asyncio
-import hashlib
 import itertools
 import logging.handlers
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 
+from engine.access import Access
 from engine.capture import CaptureFailed
 from engine.errors import EngineMismatch
 from engine.gateway import Gateway
@@ -195,9 +195,10 @@ def test_an_api_key_guards_rollouts_as_it_guards_the_stock_paths(sqlite_database
     journal = Journal(sqlite_database, worker="w")
     gateway = Gateway(AuthenticationMiddleware(served, tokens=["right"]), journal=journal)
     assert [asyncio.run(ask("/rollouts/r/v1/models", key)) for key in ("wrong", "right")] == [401, 200]
+    access = Access(journal, api_keys=["right"])
     app = FastAPI()
     app.include_router(router)
-    app.state.turnlog = Service(journal=journal, worker=None, tokens=(hashlib.sha256(b"right").digest(),))  # type: ignore[arg-type]
-    gateway = Gateway(app, journal=journal)
+    app.state.turnlog = Service(journal=journal, worker=None, access=access)  # type: ignore[arg-type]
+    gateway = Gateway(app, journal=journal, access=access)
     assert [asyncio.run(ask("/rollouts/r", key)) for key in ("wrong", "right")] == [401, 404]
     journal.close()

@@ -128,8 +128,11 @@ def model_server(
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send JSON to the server's rollout API and return its answer."""
-    request = Request(url, data=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    """Send JSON to the server's rollout API, with the token that the server has, and return its answer."""
+    headers = {"content-type": "application/json"}
+    if token := os.environ.get("TURNLOG_TOKEN"):
+        headers["authorization"] = f"Bearer {token}"
+    request = Request(url, data=json.dumps(body).encode(), headers=headers)
     with urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
