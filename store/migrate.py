@@ -44,8 +44,10 @@ class Revision:
     """Whether PostgreSQL runs it in one; otherwise it is committed in parts, and can be run again from its start."""
 
 
-def upgrade(database: Engine) -> tuple[str, ...]:
+def upgrade(database: Engine, to: str | None = None) -> tuple[str, ...]:
     """Run every migration the database lacks and say which; several processes may do so at once, and one does it.
+
+    `to` stops at an earlier revision than this release's.
 
     On PostgreSQL partitions are made ahead, too. Raises SchemaMismatch when the database is newer than this release,
     and SchemaBusy when a table cannot be had.
@@ -53,11 +55,11 @@ def upgrade(database: Engine) -> tuple[str, ...]:
     with exclusively(database) as connection:
         found = _revision(connection)
         _refuse_newer(found)
-        lacking = _between(found, head())
+        lacking = _between(found, to or head())
         if database.dialect.name == "postgresql":
             connection.commit()  # each revision begins its own transaction
         if lacking:
-            command.upgrade(_config(connection=connection), "head")
+            command.upgrade(_config(connection=connection), lacking[-1])
         if database.dialect.name == "postgresql":
             partitions.make(connection, partitions.missing(connection, datetime.now(UTC)))
             roles.show_new_views(connection)
