@@ -13,7 +13,7 @@ The same questions in SQL, for `turnlog sql`, are in docs/replay.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -71,6 +71,7 @@ def events(
     selection: Selection,
     trainer_version: int,
     at: int,
+    without: Container[str] = (),
 ) -> list[RowTrained]:
     """One event for each row that the plan placed, in the order of ranks and micro-batches.
 
@@ -82,10 +83,13 @@ def events(
         selection: by which the rows were built.
         trainer_version: policy version of the weights that the step started from.
         at: when, in Unix microseconds.
+        without: ids of planned rows that did not train, since their tokens turned out damaged.
     """
     by_id = {row.row_id: row for row in rows}
     found: list[RowTrained] = []
     for row_id in (row_id for rank in plan.ranks for micro_batch in rank for row_id in micro_batch):
+        if row_id in without:
+            continue
         if row_id not in by_id:
             raise PlanMismatch(f"row {row_id!r}", "is planned and not among the rows")
         row = by_id[row_id]

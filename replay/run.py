@@ -34,12 +34,14 @@ from replay.advantage import Baseline, advantages
 from replay.chain import Refusal
 from replay.errors import BadRun, PlanMismatch
 from replay.history import Policy, draw, eligible
+from replay.objective import Clip, Correction
 from replay.pack import Pack, pack
 from replay.plan import Measured, StepPlan, plan
 from replay.rowset import Outline, RowSet, build, outlined
 from replay.selection import Selection
 from replay.source import Position
 from store import hashing
+from store.events import RowTrained
 
 Population = Literal["scored", "with_rows"]
 
@@ -85,6 +87,9 @@ class Run:
     population: Population = "scored"
     """Whose rewards make a group's baseline: of all its scored rollouts, or of those that have rows; in both cases of
     the whole group in the log, however much of it a step draws. See `replay.advantage`."""
+    clip: Clip = field(default_factory=Clip)
+    correction: Correction = field(default_factory=Correction)
+    """What the trainer optimises: kept here so that a run says it, see `replay.objective`."""
 
     def __post_init__(self) -> None:
         for part in ("steps", "world", "token_budget"):
@@ -224,6 +229,33 @@ class Steps:
                 )
             )
         return placed
+
+    def trained(self, step: int, found: RowSet, *, at: int) -> list[RowTrained]:
+        """What to record when a step has trained: one event a row, none for the rows of rollouts that were refused.
+
+        Args:
+            step: number of the step.
+            found: its rows, from `rows`.
+            at: when, in Unix microseconds.
+
+        Raises PlanMismatch when the log lacks a planned row of a rollout that was not refused, and ValueError when the
+        run has no `trainer_version`.
+        """
+        if self.run.trainer_version is None:
+            raise ValueError(
+                f"run {self.run.name!r} has no trainer_version, which the log keeps with each row: give one"
+            )
+        refused = [row.row_id for each in found.refusals.rollouts for row in self._rows.get(each.rollout_id, ())]
+        return provenance.events(
+            self.plan(step),
+            found.rows,
+            self.advantages,
+            run=self.run.name,
+            selection=self.run.selection,
+            trainer_version=self.run.trainer_version,
+            at=at,
+            without={*refused},
+        )
 
     def _step(self, step: int) -> _Planned:
         run = self.run

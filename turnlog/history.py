@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from pydantic import JsonValue
 from rich.console import Console
 
 from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, opened, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from replay.objective import CorrectionKind
 
 
 def replay_history(
@@ -33,6 +36,10 @@ def replay_history(
     trainer_version: Annotated[
         int | None, typer.Option(help="Policy version of the trainer's weights, from which staleness is counted.")
     ] = None,
+    correction: Annotated[
+        str, typer.Option(help="How a trainer weighs what older weights sampled: none, token or sequence.")
+    ] = "none",
+    cap: Annotated[float, typer.Option(help="The largest weight that a correction gives.")] = 2.0,
     out: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to write. Without it: count only.")] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Record in the log that these steps trained, when a trainer does not.")
@@ -49,15 +56,20 @@ def replay_history(
     The same position, policy and seed give the same steps again, whatever the log has got since.
     """
     from replay import provenance
+    from replay.chain import Refusal
+    from replay.objective import Correction
     from replay.rowset import outlined
     from replay.run import Run, Steps
     from replay.selection import Selection
     from replay.source import Position
-    from turnlog.steps import Folder, Numbers, policy_of, rows_of, steps_table
-    from turnlog.steps import record as record_step
+    from turnlog.steps import Folder, Numbers, policy_of, steps_table
 
     if record and trainer_version is None:
         raise typer.BadParameter("the log keeps it with each row: give --trainer-version", param_hint="--record")
+    try:
+        weighed = Correction(kind=cast("CorrectionKind", correction), cap=cap)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--correction") from None
     wanted = policy_of(policy)
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
     position = None if as_of is None else Position.parse(as_of)
@@ -80,20 +92,23 @@ def replay_history(
             rollouts_per_step=rollouts_per_step,
             world=world,
             token_budget=token_budget,
+            correction=weighed,
         )
         drawn = Steps(asked, found, provenance.trained(database, found.position.trained))
         numbers = Numbers(found, drawn)
         folder = None if out is None else Folder(out, drawn)
         facts: list[dict[str, JsonValue]] = []
+        damaged: dict[str, Refusal] = {}
         progress.update(task, description="Drawing steps", completed=0, total=steps)
         for step in range(first_step, first_step + steps):
             facts.append(numbers.of(step))
             if folder is not None or record:
-                filled = rows_of(database, drawn, step)
+                filled = drawn.rows(database, step)
+                damaged |= {each.rollout_id: each for each in filled.refusals.rollouts}
                 if folder is not None:
                     folder.write(step, filled)
                 if record:
-                    record_step(database, drawn, step, filled, at=time.time_ns() // 1000)
+                    provenance.record(database, drawn.trained(step, filled, at=time.time_ns() // 1000))
             progress.advance(task)
         if folder is not None:
             folder.close()
@@ -105,6 +120,7 @@ def replay_history(
                 "eligible_rollouts": len(drawn.eligible),
                 "left_out_rollouts": left_out,
                 "steps": [*facts],
+                "refused": {rollout_id: refusal.detail for rollout_id, refusal in damaged.items()},
                 "out": None if out is None else str(out),
             }
         )
@@ -113,5 +129,7 @@ def replay_history(
     why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     said = Console(soft_wrap=True, highlight=False)
     said.print(f"drawn from {len(drawn.eligible)} rollouts as of {found.position}" + (why and f"; left out: {why}"))
+    for rollout_id, refusal in damaged.items():
+        said.print(f"rollout {rollout_id} is refused, its rows are in no step: {refusal.reason}, {refusal.detail}")
     if out is not None:
         said.print(f"wrote {len(facts)} steps and plan.json to {out}")

@@ -4,7 +4,8 @@ Knows how to lay out a step; what it holds is `replay.run`'s. Law: a step is a f
 holds by value: the same run gives the same files again, whatever the log has got since.
 
 The folder of a run holds `plan.json`, the run and each step's plan with the advantages of its rollouts, and
-`step-00000.parquet` and so on, the rows of a step as `turnlog rows --out` writes them.
+`step-00000.parquet` and so on, the rows of a step as `turnlog rows --out` writes them. The rows of a rollout whose
+tokens turn out damaged are planned and not in the file: the plan names it among the refused, with the reason.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from typing import Any
 from pydantic import JsonValue
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from sqlalchemy import Engine
 
-from replay import provenance
-from replay.errors import BadPolicy, FileUnwritable, PlanMismatch
+from replay.errors import BadPolicy, FileUnwritable
 from replay.export import write_parquet
 from replay.history import Policy
 from replay.rowset import Outline, RowSet
@@ -86,30 +85,6 @@ def _range(values: Iterable[int | float]) -> list[JsonValue]:
     return [ordered[0], ordered[-1]] if ordered else []
 
 
-def rows_of(database: Engine, steps: Steps, step: int) -> RowSet:
-    """The rows of the step, read from the log. Raises PlanMismatch when the tokens of one do not hold."""
-    found = steps.rows(database, step)
-    if found.refusals.rollouts:
-        refusal = found.refusals.rollouts[0]
-        raise PlanMismatch(f"rollout {refusal.rollout_id!r}", f"is planned and gives no rows ({refusal.detail})")
-    return found
-
-
-def record(database: Engine, steps: Steps, step: int, rows: RowSet, *, at: int) -> None:
-    """Record in the log that the step trained. Raises StepRecorded when another one did under its number."""
-    assert steps.run.trainer_version is not None
-    trained = provenance.events(
-        steps.plan(step),
-        rows.rows,
-        steps.advantages,
-        run=steps.run.name,
-        selection=rows.selection,
-        trainer_version=steps.run.trainer_version,
-        at=at,
-    )
-    provenance.record(database, trained)
-
-
 class Folder:
     """Writes a run into a folder: each step as it comes, the plan at the end, since a folder with a plan is whole."""
 
@@ -134,6 +109,7 @@ class Folder:
                 "rollouts": [*rollouts],
                 "advantages": {rollout_id: self._steps.advantages[rollout_id] for rollout_id in rollouts},
                 "plan": self._steps.plan(step).as_json(),
+                "refused": {each.rollout_id: each.detail for each in rows.refusals.rollouts},
             }
         )
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from sqlalchemy import Engine
 
 from replay import provenance
+from replay.chain import Refusals
 from replay.errors import BadPolicy, PlanMismatch, StepRecorded
 from replay.history import Policy
 from replay.plan import StepPlan
@@ -27,7 +29,7 @@ from replay.source import Position
 from store.database import write
 from store.events import Event, RolloutOpened, RolloutScored
 from store.log import append
-from turnlog.steps import Folder, Numbers, policy_of, record, rows_of
+from turnlog.steps import Folder, Numbers, policy_of
 
 HOUR = 3_600_000_000
 
@@ -85,23 +87,23 @@ def test_a_step_is_said_in_numbers(log: Engine) -> None:
 )
 def test_what_the_log_gets_later_changes_no_stored_step(log: Engine, chain_maker: Any, policy: Policy) -> None:
     steps = drawn(log, policy)
-    before = [(steps.drawn(number), steps.plan(number), rows_of(log, steps, number).digest()) for number in range(5)]
+    before = [(steps.drawn(number), steps.plan(number), steps.rows(log, number).digest()) for number in range(5)]
     with write(log) as connection:
         append(connection, [event for number in range(8, 12) for event in rollout(chain_maker, number)])
         append(connection, chain_maker([(9, 4)], rollout_id="r0"))
         append(connection, [RolloutScored(outcome_id=UUID(int=99), rollout_id="r1", reward=50.0, at=1)])
-    record(log, steps, 0, rows_of(log, steps, 0), at=1)
+    provenance.record(log, steps.trained(0, steps.rows(log, 0), at=1))
     again = drawn(log, policy, position=Position.parse(str(steps.run.position)))
     assert again.run == steps.run
     assert again.advantages == steps.advantages
-    assert [(again.drawn(n), again.plan(n), rows_of(log, again, n).digest()) for n in range(5)] == before
+    assert [(again.drawn(n), again.plan(n), again.rows(log, n).digest()) for n in range(5)] == before
     now = drawn(log, policy)
     assert [now.drawn(number) for number in range(5)] != [rollouts for rollouts, _, _ in before]
 
 
 def test_what_was_trained_leaves_the_next_run(log: Engine) -> None:
     steps = drawn(log)
-    record(log, steps, 0, rows_of(log, steps, 0), at=1)
+    provenance.record(log, steps.trained(0, steps.rows(log, 0), at=1))
     rest = drawn(log, Policy(max_trained=0))
     assert sorted(steps.drawn(0) + rest.drawn(0)) == [f"r{number}" for number in range(8)]
     others = drawn(log, Policy(max_trained=0, trained_in="another run"))
@@ -112,7 +114,7 @@ def test_what_was_trained_leaves_the_next_run(log: Engine) -> None:
     another = drawn(log, seed=4)
     assert another.drawn(0) != steps.drawn(0)
     with pytest.raises(StepRecorded, match="step 0 of run 'x' is in the log already"):
-        record(log, another, 0, rows_of(log, another, 0), at=1)
+        provenance.record(log, another.trained(0, another.rows(log, 0), at=1))
 
 
 def test_a_folder_holds_the_rows_and_the_plan_by_value(log: Engine, tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_folder_holds_the_rows_and_the_plan_by_value(log: Engine, tmp_path: Pa
     to = tmp_path / "out" / "steps"
     folder = Folder(to, steps)
     for number in range(2):
-        folder.write(number, rows_of(log, steps, number))
+        folder.write(number, steps.rows(log, number))
         assert not (to / "plan.json").exists()
     folder.close()
     written = json.loads((to / "plan.json").read_text())
@@ -134,9 +136,11 @@ def test_a_folder_holds_the_rows_and_the_plan_by_value(log: Engine, tmp_path: Pa
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-def test_a_step_whose_tokens_are_damaged_is_not_written_without_them(log: Engine) -> None:
+def test_a_rollout_whose_tokens_are_damaged_is_refused_by_name_and_the_others_of_its_step_train(
+    log: Engine, tmp_path: Path
+) -> None:
     steps = drawn(log)
-    name = steps.drawn(0)[0]
+    name, *others = steps.drawn(0)
     file = sqlite3.connect(log.url.database or "")
     with file:
         file.execute("drop trigger model_call_no_update")
@@ -144,8 +148,17 @@ def test_a_step_whose_tokens_are_damaged_is_not_written_without_them(log: Engine
             "update model_call set token_ids = zeroblob(length(token_ids)), codec = 0 where rollout_id = ?", [name]
         )
     file.close()
-    with pytest.raises(PlanMismatch, match=f"rollout '{name}' is planned and gives no rows"):
-        rows_of(log, steps, 0)
+    found = steps.rows(log, 0)
+    folder = Folder(tmp_path, steps)
+    folder.write(0, found)
+    folder.close()
+    (written,) = json.loads((tmp_path / "plan.json").read_text())["steps"]
+    assert {*written["refused"]} == {name}
+    assert {*pq.read_table(tmp_path / written["file"]).column("rollout_id").to_pylist()} == {*others}
+    recorded = steps.trained(0, found, at=1)
+    assert {event.rollout_id for event in recorded} == {*others}
+    with pytest.raises(PlanMismatch, match="is planned and not among the rows"):
+        steps.trained(0, replace(found, refusals=Refusals(())), at=1)
 
 
 def test_a_policy_is_read_from_json_and_from_a_file(tmp_path: Path) -> None:
@@ -173,6 +186,12 @@ def test_the_command_draws_writes_and_records(run: Run_, log: Engine, sqlite_url
     found = json.loads(run("replay", *asked, *policy, *recorded).stdout)
     assert (found["run"]["name"], [step["rollouts"] for step in found["steps"]]) == ("a", [4])
     assert (tmp_path / "steps" / "plan.json").is_file()
+    assert found["run"]["correction"] == {"kind": "none", "cap": 2.0}
+    weighed = run("replay", *asked, "--correction", "token", "--cap", "1.5", "--json")
+    assert json.loads(weighed.stdout)["run"]["correction"] == {"kind": "token", "cap": 1.5}
+    unknown = run("replay", *asked, "--correction", "tokens")
+    assert unknown.returncode == 2
+    assert "is not a kind of correction" in unknown.stderr
     asked_again = ("--trainer-version", "4", "--steps", "1", "--as-of", found["run"]["position"], "--json")
     assert json.loads(run("replay", *asked, *policy, *asked_again).stdout)["steps"] == found["steps"]
     nothing = run("replay", *asked, "--policy", '{"max_trained": 0, "min_group": 3}')
