@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
+from datetime import UTC, datetime
 from uuid import UUID
 
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from store import lineage, log
+from store import lineage, log, partitions
 from store.database import read, write
 from store.errors import BrokenLink
-from store.events import token_array, uuid7
+from store.events import CallCompleted, RolloutOpened, token_array, uuid7
+from store.exclusive import exclusively
+from store.statements import statements
 
 
 def append(database: Engine, *events) -> None:
@@ -138,11 +140,8 @@ def test_recent_requests_are_whole_and_the_newest_comes_last(database, chain_mak
     assert [call.sequence for call in everything] == sorted(call.sequence for call in everything)
 
 
-def statement(name: str) -> str:
-    file = (files("store") / "sql" / "lineage.sql").read_text()
-    found = re.search(rf"^-- name: {name}$(.*?);$", file, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+NOW = 1_700_000_100_000_000
+"""Somewhat after the calls of a `ChainMaker`."""
 
 
 @pytest.mark.parametrize(
@@ -157,22 +156,107 @@ def statement(name: str) -> str:
         ("recent_requests", {"rollout_id": "'r1'", "calls": "32"}, {"model_call_rollout", "model_call_root"}),
     ],
 )
-def test_hot_statements_go_through_an_index(database, chain_maker, name, values, indexes):
+def test_hot_statements_go_through_an_index_on_sqlite(sqlite_database, chain_maker, name, values, indexes):
     append(
-        database,
+        sqlite_database,
         *chain_maker([(5, 5)] * 50),
         *(call for at in range(500) for call in chain_maker(rollout_id=f"x{at}")),
     )
-    words = re.sub(r":(\w+)", lambda found: values[found[1]], statement(name))
-    if database.dialect.name == "sqlite":
-        with read(database) as connection:
-            plan = [str(row.detail) for row in connection.exec_driver_sql("explain query plan " + words)]
-        plan = [step.replace("sqlite_autoindex_model_call_1", "model_call_id_key") for step in plan]
-        assert not [step for step in plan if step.startswith("SCAN model_call")], plan
-    else:
-        words = words.replace("x'00'", f"'{UUID(int=0)}'").replace("x'61'", r"'\x61'").replace("x'62'", r"'\x62'")
-        with write(database) as connection:
-            connection.exec_driver_sql("analyze model_call")
-            plan = list(connection.exec_driver_sql("explain " + words).scalars())
-        assert not [step for step in plan if "Seq Scan on model_call" in step], plan
+    text_of = {**statements("lineage"), **statements("lineage.sqlite")}[name]
+    between = {"low": f"x'{'00' * 16}'", "high": f"x'{'ff' * 16}'"}
+    words = re.sub(r":(\w+)", lambda found: (values | between)[found[1]], text_of)
+    with read(sqlite_database) as connection:
+        plan = [str(row.detail) for row in connection.exec_driver_sql("explain query plan " + words)]
+    plan = [step.replace("sqlite_autoindex_model_call_1", "model_call_id_key") for step in plan]
+    assert not [step for step in plan if step.startswith("SCAN model_call")], plan
     assert set(re.findall(r"\bmodel_call_[a-z]\w*", " ".join(plan))) == indexes, plan
+
+
+def partitioned(database: Engine, chain_maker) -> list[CallCompleted]:
+    """A chain of 50 calls among many in the partition of November 2023, one of twenty."""
+    with exclusively(database) as connection:
+        months = partitions.wanted(datetime(2022, 11, 1, tzinfo=UTC), "month", 20)
+        assert partitions.make(connection, months) == []
+    chain = chain_maker([(5, 5)] * 50)
+    at = 1_700_000_000_000_000
+    append(database, RolloutOpened(rollout_id="r1", opened_at=at, task="t"), *chain)
+    append(database, *(call for number in range(250) for call in chain_maker(rollout_id=f"x{number}")))
+    with write(database) as connection:
+        connection.exec_driver_sql("analyze model_call")
+    database.dispose()  # what these sessions have read so far is not of interest
+    return chain
+
+
+def touched(connection: Connection) -> set[tuple[str, bool]]:
+    """The partitions of calls that this session has just read, and whether it was through an index only."""
+    counted = text(
+        "select relname, coalesce(seq_scan, 0) = 0 from pg_stat_xact_user_tables"
+        " where relname like 'model_call%' and coalesce(seq_scan, 0) + coalesce(idx_scan, 0) > 0"
+    )
+    return {(row[0], row[1]) for row in connection.execute(counted)}
+
+
+@pytest.mark.postgres
+def test_a_look_up_probes_the_partition_of_its_rollout_and_no_other(postgres_database, chain_maker):
+    chain = partitioned(postgres_database, chain_maker)
+    with read(postgres_database) as connection:
+        for _ in range(8):  # also once the driver has prepared it, and PostgreSQL could plan it for any value
+            (found,) = lineage.find_by_summary(connection, "r1", [chain[7].summary_hash], now=NOW)
+        assert found.call_id == chain[7].call_id
+        assert touched(connection) == {("model_call_20231101", True)}
+    postgres_database.dispose()
+    with read(postgres_database) as connection:
+        assert len(lineage.recent_requests(connection, "r1", now=NOW)) == 32
+        assert touched(connection) == {("model_call_20231101", True)}
+
+
+@pytest.mark.postgres
+def test_a_chain_and_a_parent_probe_the_partitions_of_their_calls_and_no_other(postgres_database, chain_maker):
+    chain = partitioned(postgres_database, chain_maker)
+    with read(postgres_database) as connection:
+        assert len(lineage.chain_tokens(connection, chain[-1].call_id)) == chain[-1].chain_len
+        assert touched(connection) == {("model_call_20231101", True)}
+    postgres_database.dispose()
+    child = chain_maker([(5, 5)], parent=chain[-1])
+    with write(postgres_database) as connection:
+        log.append(connection, child)
+        assert touched(connection) == {("model_call_20231101", True)}
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    ("name", "indexes"),
+    [
+        ("find_by_summary", {"model_call_summary"}),
+        ("chain", {"model_call_pkey"}),
+        ("recent_requests", {"model_call_rollout", "model_call_root"}),
+    ],
+)
+def test_hot_statements_go_through_their_index_on_postgres(postgres_database, chain_maker, name, indexes):
+    chain = partitioned(postgres_database, chain_maker)
+    keys = {f"key_{number}": rf"\x{chain[number].summary_hash.hex()}" for number in range(1, 5)}
+    between = {"low": uuid7(NOW // 1000 - 86_400_000, bytes(10)), "high": uuid7(NOW // 1000, bytes(10))}
+    values = {**keys, **between, "rollout_id": "r1", "calls": 32, "call_id": chain[-1].call_id}
+    text_of = {**statements("lineage"), **statements("lineage.postgresql")}[name]
+    words = re.sub(r":(\w+)", lambda found: f"'{values[found[1]]}'", text_of)
+    with read(postgres_database) as connection:
+        plan = list(connection.exec_driver_sql("explain (analyze, timing off) " + words).scalars())
+        used = re.findall(r"using (\w+) on model_call", " ".join(step for step in plan if "never executed" not in step))
+        parents = text(
+            "select inhparent::regclass::text from pg_inherits where inhrelid = any(cast(:used as regclass[]))"
+        )
+        assert set(connection.scalars(parents, {"used": used})) == indexes, plan
+
+
+@pytest.mark.postgres
+def test_a_call_of_a_clock_that_was_a_day_wrong_is_found_still(postgres_database, chain_maker):
+    """Its id lies before its rollout's opening, and after the clock that asks."""
+    chain = partitioned(postgres_database, chain_maker)
+    at = chain[0].started_at
+    with write(postgres_database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r9", opened_at=at + lineage.SLACK // 2)])
+        log.append(connection, late := chain_maker(rollout_id="r9"))
+    with read(postgres_database) as connection:
+        for now in (at - lineage.SLACK // 2, at, None):
+            (found,) = lineage.find_by_summary(connection, "r9", [late[1].summary_hash], now=now)
+            assert found.call_id == late[1].call_id
