@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Table
+from sqlalchemy import RowMapping, Table
 
 from store import codec, schema
 from store.events import (
@@ -91,9 +91,11 @@ def row_of(event: Event) -> dict[str, Any]:
     return row
 
 
-def event_of(kind: Callable[..., _E], row: Mapping[str, Any]) -> _E:
+def event_of(kind: Callable[..., _E], row: Mapping[str, Any] | RowMapping) -> _E:
     """The event again, from the columns of its table."""
-    fields = {name: value for name, value in row.items() if name not in ("kind", "sequence", "digest")}
+    fields: dict[str, Any] = {
+        str(name): value for name, value in row.items() if name not in ("kind", "sequence", "digest")
+    }
     if "codec" in fields:
         fields["token_ids"] = codec.unpack(fields.pop("codec"), fields["token_ids"])
     if "request_roles" in fields:

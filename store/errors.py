@@ -15,6 +15,9 @@
     ├── BrokenLink          an event names a parent that is missing or does not fit it
     ├── UnknownCodec        stored bytes need a newer reader
     ├── DamagedArray        stored bytes are not what was written: restore them from a copy
+    ├── BadPosition         a text names no place in the log
+    ├── NotABeginning       the log to copy to is no earlier copy of the one to copy from
+    ├── DamagedEvent        a stored event is not the one that was appended: restore it from a copy
     └── MediaUnavailable    the place for media bytes cannot be written
 
 Every message gives the value, the rule it breaks and the remedy.
@@ -166,3 +169,36 @@ class MediaUnavailable(LogError):
     def __init__(self, url: str, cause: str) -> None:
         self.url = url
         super().__init__(f"media location {url!r} cannot be written ({cause}): set TURNLOG_MEDIA to a writable place")
+class DamagedEvent(LogError):
+    """A stored event does not give the digest that it was stored with."""
+
+    def __init__(self, *, log: str, kind: str, event_id: str, sequence: int, why: str) -> None:
+        self.kind = kind
+        self.event_id = event_id
+        self.sequence = sequence
+        super().__init__(
+            f"{kind} {event_id} at sequence {sequence} of {log} {why}: all before it is copied; "
+            "restore the event from a copy of the log, then copy again"
+        )
+
+
+class BadPosition(LogError):
+    """A text does not name a place in the log."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(f"{text!r} is no position of the log: give the one that a tail printed, such as 60.5.5.0.62.1")
+
+
+class NotABeginning(LogError):
+    """The log to copy to holds something that the log to copy from has not, or has otherwise."""
+
+    def __init__(self, *, source: str, target: str, why: str) -> None:
+        self.source = source
+        self.target = target
+        super().__init__(
+            f"{target} is no earlier copy of {source} ({why}): copy into an empty database, or into a copy of this log "
+            "that nothing else has written to"
+        )
+
+

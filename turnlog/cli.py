@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, notes, opened, print_json, progress_bar, table_of
+from turnlog.copying import copy_log
 from turnlog.db import db
 from turnlog.history import replay_history
+from turnlog.tail import tail_log
 
 NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
 app = typer.Typer(
@@ -35,6 +37,14 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
+db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(
+    copy_log
+)
+app.command(
+    "tail",
+    epilog="Examples: [bold]turnlog tail -f --after now[/] watches, "
+    "[bold]turnlog tail --after 60.5.5.0.62.1 > new.jsonl[/] takes what is new.",
+)(tail_log)
 app.command(
     "replay",
     epilog="Examples: [bold]turnlog replay --steps 20[/] counts; [bold]turnlog replay --out steps --policy "

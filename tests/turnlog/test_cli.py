@@ -65,6 +65,8 @@ def test_every_command_explains_itself_with_an_example(run: Run) -> None:
         ["rows"],
         ["sql"],
         ["replay"],
+        ["tail"],
+        ["db", "copy"],
         ["db", "upgrade"],
         ["db", "current"],
         ["db", "check"],
