@@ -180,7 +180,7 @@ def partitioned(database: Engine, chain_maker) -> list[CallCompleted]:
     chain = chain_maker([(5, 5)] * 50)
     at = 1_700_000_000_000_000
     append(database, RolloutOpened(rollout_id="r1", opened_at=at, task="t"), *chain)
-    append(database, *(call for number in range(250) for call in chain_maker(rollout_id=f"x{number}")))
+    append(database, *(call for number in range(500) for call in chain_maker(rollout_id=f"x{number}")))
     with write(database) as connection:
         connection.exec_driver_sql("analyze model_call")
     database.dispose()  # what these sessions have read so far is not of interest
