@@ -103,7 +103,7 @@ class Call:
     def _remember(self, admission: Admission, event: CallCompleted) -> None:
         delta = token_array(event.token_ids)
         chain = delta if admission.parent_chain is None else np.concatenate([admission.parent_chain, delta])
-        self.journal.remember(event.call_id, chain)
+        self.journal.remember_call(event, chain)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("turnlog_call", default=None)

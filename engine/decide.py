@@ -43,6 +43,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from engine.items import Item, answer_key, reasoning_digest, traces
+from engine.remembered import NOT_IN_THE_LOG_YET
 from store import hashing
 from store.events import ItemTrace, ReasoningPolicy
 from store.lineage import KnownCall, TracedCall
@@ -153,7 +154,7 @@ def choose(
         start = keys.starts[nearest.summary_hash]
         evidence = {
             "nearest_call": str(nearest.call_id),
-            "nearest_sequence": nearest.sequence,
+            "nearest_sequence": nearest.sequence if nearest.sequence < NOT_IN_THE_LOG_YET else None,
             "first_difference": start,
             "role_here": items[start].role,
             "role_there": None if nearest.reasoning_digest is None else "reasoning",

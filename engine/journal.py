@@ -2,6 +2,10 @@
 
 Knows how to look up, append and remember recent chains; does not know requests, vLLM or HTTP. Law: `append` returns
 only after the events are durable. What the database refuses becomes `LogDown`, so that callers answer one thing.
+
+With a spool a log that is away stops nobody: events are durable in the spool, and what this worker completed itself is
+remembered. A look-up then says that it was answered without the log, so that what it did not find is never taken for
+what is not there.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -22,11 +26,14 @@ from sqlalchemy import Connection, Engine
 from engine.capture import Writer
 from engine.clock import Clock
 from engine.errors import LogDown
+from engine.remembered import Remembered
 from store import lineage, log
-from store.database import read, read_one
+from store.database import claim_sqlite, read, read_one
 from store.errors import LogError
-from store.events import CallEnded, Event, RolloutOpened
+from store.events import CallCompleted, CallEnded, Event, RolloutOpened
 from store.lineage import KnownCall, TracedCall
+from store.patience import SECONDS, Patience
+from store.spool import Spool
 from store.writer import Writer as GroupCommit
 
 logger = logging.getLogger("turnlog")
@@ -38,10 +45,19 @@ _OPEN_KEPT = 100_000
 """Rollouts remembered as open; beyond that all are forgotten, which costs one statement each."""
 _READERS = 4
 """Threads that look up: with the writer they use the connections that a pool keeps, and none is opened for one call."""
-_IN_FLIGHT = 512
+_QUEUED = 512
 """Appends waiting for their commit at once; beyond that, calls wait for their turn."""
 _AHEAD = 60_000_000
 """Microseconds by which another machine's clock may be ahead before somebody is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedUp:
+    """The answer to a look-up."""
+
+    calls: Sequence[KnownCall]
+    whole: bool
+    """Whether the log was asked, and this worker keeps nothing back from it: what was not found is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +72,28 @@ class _Asked:
 class Journal:
     """One worker's way to the log: look-ups in threads, appends through the group-committing writer."""
 
-    def __init__(self, database: Engine, *, worker: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        database: Engine,
+        *,
+        worker: str,
+        clock: Clock | None = None,
+        spool: Spool | None = None,
+        patience: float = SECONDS,
+    ) -> None:
         self.database = database
         self.worker = worker
+        self.spools = spool is not None
+        """Whether calls are served while the log is away."""
         self._clock = Clock() if clock is None else clock
-        self._writer = GroupCommit(database, capacity=2 * _IN_FLIGHT)
+        self._remembered = Remembered()
+        self.writer = GroupCommit(database, capacity=_QUEUED, patience=Patience(patience), spool=spool)
+        self._patience = Patience(patience)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="turnlog-reader")
+        self._for_room = ThreadPoolExecutor(1, thread_name_prefix="turnlog-queue")
         self._writer_id = self.new_id()
         self._writer_seq = 0
-        self._turns = asyncio.Semaphore(_IN_FLIGHT)
+        self._claim: BinaryIO | None = None
         self._asked: list[_Asked] = []
         self._open: set[str] = set()
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
@@ -81,8 +110,10 @@ class Journal:
     def start(self) -> list[CallEnded]:
         """Take up where the log stands: ids go on behind its newest, and what this worker left open is lost.
 
-        Returns what was lost. Blocks: for start-up.
+        Its spool must have been taken over before: the calls in it have ended. Returns what was lost. Blocks: for
+        start-up. Raises LogUnavailable.
         """
+        self._claim = claim_sqlite(self.database)
         with read(self.database) as connection:
             newest = log.newest_call_id(connection)
         if newest is not None and (ahead := self._clock.start_behind(newest)) > _AHEAD:
@@ -98,17 +129,36 @@ class Journal:
         self._writer_seq += 1
         return Writer(writer_id=self._writer_id, writer_seq=self._writer_seq - 1)
 
-    async def look_up(self, rollout_id: str, keys: Sequence[bytes]) -> list[KnownCall]:
-        """The rollout's completed calls with one of these summary hashes: one indexed query."""
+    async def look_up(self, rollout_id: str, keys: Sequence[bytes]) -> LookedUp:
+        """The rollout's completed calls with one of these summary hashes: one indexed query.
+
+        While calls of this worker wait in its spool, they are among them. Raises LogDown, but never with a spool.
+        """
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._look_up_together)
         self._asked.append(asked := _Asked(rollout_id=rollout_id, keys=keys, found=loop.create_future()))
-        return await asked.found
+        if not self.spools:
+            return LookedUp(calls=await asked.found, whole=True)
+        held_back = self.writer.spooling  # before the log is asked: what is in neither then is nowhere
+        mine = self._remembered.find(rollout_id, keys)
+        try:
+            logged = await asked.found
+        except LogDown:
+            return LookedUp(calls=mine, whole=False)
+        if not held_back:
+            return LookedUp(calls=logged, whole=True)
+        known = {call.call_id for call in logged}
+        return LookedUp(calls=[*logged, *(call for call in mine if call.call_id not in known)], whole=False)
 
     async def recent(self, rollout_id: str) -> list[TracedCall]:
-        """The rollout's latest calls with their item digests, to tell the reason of a root."""
-        return await self.query(lambda connection: lineage.recent_requests(connection, rollout_id))
+        """The rollout's latest calls with their item digests, to tell the reason of a root.
+
+        Raises LogDown, also while calls of this worker wait in its spool: the reason might then be another.
+        """
+        if self.writer.spooling:
+            raise LogDown("calls of this worker wait in its spool")
+        return await self.query(lambda connection: lineage.recent_requests(connection, rollout_id, now=self.now()))
 
     async def chain(self, call_id: UUID) -> npt.NDArray[np.int32]:
         """[chain_len] all tokens from the call's root to its own last, from memory or by one query."""
@@ -119,8 +169,14 @@ class Journal:
         self.remember(call_id, chain)
         return chain
 
+    def remember_call(self, call: CallCompleted, chain: npt.NDArray[np.int32]) -> None:
+        """Keep a call that is durable at hand for its continuation."""
+        if self.spools:
+            self._remembered.add(call)
+        self.remember(call.call_id, chain)
+
     def remember(self, call_id: UUID, chain: npt.NDArray[np.int32]) -> None:
-        """Keep a committed call's chain at hand for its continuation."""
+        """Keep a durable call's chain at hand."""
         if call_id in self._chains:
             return
         self._chains[call_id] = chain
@@ -141,23 +197,31 @@ class Journal:
 
     async def append(self, events: Sequence[Event]) -> None:
         """Append the events in one transaction; returns when they are durable. Raises LogDown."""
-        async with self._turns:
-            # A task begins with the event loop's next turn. So what is ready in one turn makes one commit, which calls
-            # leave side by side: none of them could go on before the turn's end. A caller that is cancelled stops none.
-            try:
-                await asyncio.shield(asyncio.create_task(self._submit(events)))
-            except LogError as error:
-                raise LogDown(str(error)) from error
+        # A task begins with the event loop's next turn. So what is ready in one turn makes one commit, which calls
+        # leave side by side: none of them could go on before the turn's end. A caller that is cancelled stops none.
+        try:
+            await asyncio.shield(asyncio.create_task(self._submit(events)))
+        except LogError as error:
+            raise LogDown(str(error)) from error
 
     async def _submit(self, events: Sequence[Event]) -> None:
-        await asyncio.wrap_future(self._writer.submit(events))
+        durable = self.writer.submit_now(events)
+        if durable is None:  # the queue is full: this call waits for room, and the event loop goes on
+            waits = asyncio.get_running_loop().run_in_executor(self._for_room, self.writer.submit, events)
+            durable = await waits
+        await asyncio.wrap_future(durable)
 
     def append_later(self, events: Sequence[Event]) -> None:
         """Append without waiting, for a caller that is being cancelled; a failure is logged."""
         try:
-            self._writer.submit(events).add_done_callback(_report)
+            durable = self.writer.submit_now(events)
         except LogError as error:
             _tell(error)
+            return
+        if durable is not None:
+            durable.add_done_callback(_report)
+        else:
+            self._for_room.submit(lambda: self.writer.submit(events).add_done_callback(_report))
 
     async def query(self, question: Callable[[Connection], _T]) -> _T:
         """Answer a question from a consistent snapshot, in a thread. Raises LogDown."""
@@ -167,17 +231,18 @@ class Journal:
                 return question(connection)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, ask)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, self._patience.attempt, ask)
         except LogError as error:
             raise LogDown(str(error)) from error
 
     def _look_up_together(self) -> None:
         """Look up what was asked in one turn of the event loop, in one thread and on one connection."""
         asked, self._asked = self._asked, []
+        now = self.now()
 
         def ask() -> list[list[KnownCall]]:
             with read_one(self.database) as connection:
-                return [lineage.find_by_summary(connection, each.rollout_id, each.keys) for each in asked]
+                return [lineage.find_by_summary(connection, each.rollout_id, each.keys, now=now) for each in asked]
 
         def answer(done: asyncio.Future[list[list[KnownCall]]]) -> None:
             error = done.exception()
@@ -189,7 +254,8 @@ class Journal:
                 else:
                     each.found.set_exception(LogDown(str(error)) if isinstance(error, LogError) else error)
 
-        asyncio.get_running_loop().run_in_executor(self._readers, ask).add_done_callback(answer)
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(self._readers, self._patience.attempt, ask).add_done_callback(answer)
 
     def mark_lost(self) -> list[CallEnded]:
         """End the intents that this worker left open when it stopped; returns what was lost. Blocks: for start-up."""
@@ -206,13 +272,16 @@ class Journal:
             for intent in left
         ]
         if lost:
-            self._writer.submit(lost).result()
+            self.writer.submit(lost).result()
         return lost
 
     def close(self) -> None:
         """Write what is queued, then stop."""
-        self._writer.close()
+        self.writer.close()
         self._readers.shutdown()
+        self._for_room.shutdown()
+        if self._claim is not None:
+            self._claim.close()
 
 
 def _report(done: Future[None]) -> None:

@@ -12,9 +12,13 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from sqlalchemy import Engine
 
 from engine.access import Access, hide_secrets
 from engine.dialects.routes import DIALECTS
@@ -24,9 +28,11 @@ from engine.journal import Journal
 from engine.rollouts import Service, router
 from engine.settings import Settings
 from engine.worker import Worker
+from store import partitions
 from store.database import database_url, open_database
 from store.media import open_media
 from store.migrate import require_current
+from store.spool import Spool, default_folder, left_over
 
 logger = logging.getLogger("turnlog")
 
@@ -74,11 +80,13 @@ async def install(
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise EngineMismatch("VLLM_USE_RUST_FRONTEND", "set, which bypasses the Python server", remedy="unset it")
     url = database_url(settings.url)
-    database = open_database(url)
+    database = open_database(url, durability=settings.durability)
     require_current(database)
+    if (said := partitions.reminder(database, datetime.now(UTC))) is not None:
+        logger.warning("%s", said)
     open_media(settings.media, url)
     _keep_secrets(settings, api_keys)
-    journal = Journal(database, worker=worker)
+    journal = _journal(database, settings, worker)
     lost = journal.start()
     for end in lost:
         logger.warning("rollout %s: call %s is lost: %s", end.rollout_id, end.call_id, end.reason)
@@ -99,6 +107,22 @@ async def install(
         database.url.render_as_string(hide_password=True), worker, settings.reasoning, len(lost),
     )  # fmt: skip
     return Service(journal=journal, worker=engine_worker, access=access)
+
+
+def _journal(database: Engine, settings: Settings, worker: str) -> Journal:
+    """The way to the log as the settings want it. What an earlier run of this worker left in a spool is taken over."""
+    if settings.durability == "relaxed":
+        logger.warning("TURNLOG_DURABILITY is relaxed: what was answered last can be missing after a power cut")
+    file = database.url.database if database.dialect.name == "sqlite" else None
+    folder = default_folder(file) if settings.spool is None else Path(settings.spool)
+    if settings.on_log_failure == "spool":
+        spool = Spool(folder, worker)
+        spool.take_over(database)
+        return Journal(database, worker=worker, spool=spool)
+    if left_over(folder, worker):
+        with closing(Spool(folder, worker)) as spool:
+            spool.take_over(database)
+    return Journal(database, worker=worker)
 
 
 def _keep_secrets(settings: Settings, api_keys: Sequence[str]) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from engine.errors import EngineMismatch
+from store.database import Durability
 from store.events import ReasoningPolicy
 
+LogFailure = Literal["refuse", "spool"]
 _TOKEN = re.compile(r"[!-~]{16,}")
 """Characters that a header can hold, and more than anybody guesses."""
 
@@ -40,6 +42,18 @@ class Settings(BaseModel):
     )
     worker: str | None = Field(
         default=None, description="TURNLOG_WORKER: stable name of this server; default host:port"
+    )
+
+    on_log_failure: LogFailure = Field(
+        default="refuse",
+        description="TURNLOG_ON_LOG_FAILURE: refuse or spool, what happens to calls while the log is away",
+    )
+    spool: str | None = Field(
+        default=None, description="TURNLOG_SPOOL: folder; default turnlog.spool beside the SQLite file, or here"
+    )
+    durability: Durability = Field(
+        default="full",
+        description="TURNLOG_DURABILITY: full or relaxed, whether what was answered last may be lost in a power cut",
     )
 
     @classmethod

@@ -31,9 +31,9 @@ from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
 from engine.decide import Continuation, Keys, Root
 from engine.dialects.wire import without_cache_control
-from engine.errors import EngineError, EngineMismatch, PromptTooLong
+from engine.errors import EngineError, EngineMismatch, LogDown, PromptTooLong
 from engine.items import Item
-from engine.journal import Journal
+from engine.journal import Journal, LookedUp
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 from store import hashing
 from store.events import ReasoningPolicy
@@ -126,8 +126,10 @@ class Worker:
         rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
         try:
             decision = await self._decide(call, rendering)
-            if isinstance(decision, Continuation):
-                chain = await self._journal.chain(decision.parent.call_id)
+            chain = await self._chain_of(decision)
+            if isinstance(decision, Continuation) and chain is None:
+                decision = _without_log(call)
+            if isinstance(decision, Continuation) and chain is not None:
                 suffix = await self._suffix(rendering, conversations[0], chain, call.items[decision.suffix :])
                 if not isinstance(suffix, CannotSplice):
                     decision = decision.spliced(suffix.path, len(suffix.token_ids))
@@ -153,10 +155,17 @@ class Worker:
 
     async def _decide(self, call: Call, rendering: _Rendering) -> Root | Continuation:
         starts = rendering.keys.starts
-        hits = await self._journal.look_up(call.rollout_id, list(starts)) if starts else []
-        found = decide.choose(call.items, rendering.keys, hits, self._reasoning)
+        asked = await self._journal.look_up(call.rollout_id, list(starts)) if starts else LookedUp(calls=(), whole=True)
+        found = decide.choose(call.items, rendering.keys, asked.calls, self._reasoning)
+        if found is None and not asked.whole:
+            return _without_log(call)
         if found is None:
-            recent = await self._journal.recent(call.rollout_id)
+            try:
+                recent = await self._journal.recent(call.rollout_id)
+            except LogDown:
+                if not self._journal.spools:
+                    raise
+                return _without_log(call)
             return decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent)
         if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
             self._told_strict[call.rollout_id] = None
@@ -168,6 +177,17 @@ class Worker:
                 call.rollout_id,
             )
         return found
+
+    async def _chain_of(self, decision: Root | Continuation) -> Tokens | None:
+        """The parent's chain; None for a root, and where the log would have to be asked for it and is away."""
+        if isinstance(decision, Root):
+            return None
+        try:
+            return await self._journal.chain(decision.parent.call_id)
+        except LogDown:
+            if not self._journal.spools:
+                raise
+            return None
 
     async def _suffix(
         self, rendering: _Rendering, conversation: list[Any], chain: Tokens, new: Sequence[Item]
@@ -368,6 +388,11 @@ def _refusals_expected() -> Generator[None]:
         yield
     finally:
         upstream.removeFilter(other)
+
+
+def _without_log(call: Call) -> Root:
+    """What is served while the log is away and this worker does not know what the call continues."""
+    return Root(reason="log_unavailable", evidence={"items": len(call.items)})
 
 
 def _instructions(roles: Sequence[str]) -> int:

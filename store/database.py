@@ -12,6 +12,7 @@ store.errors.BadUrl: database URL 'mysql://db/turnlog' names a mysql database: u
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sqlite3
@@ -19,12 +20,15 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from store.claim import claim
 from store.errors import BadUrl, LogUnavailable
+
+logger = logging.getLogger("turnlog")
 
 _WRITE = "turnlog_write"
 _USED = "turnlog_used"
@@ -32,6 +36,14 @@ _REST_SECONDS = 1.0
 """How long a connection to PostgreSQL may rest before it is asked whether it still is one."""
 _BUSY_SECONDS = 30
 """How long SQLite waits for another process's write transaction; they last milliseconds."""
+Durability = Literal["full", "relaxed"]
+_COMMITS = {
+    "full": "select set_config('synchronous_commit', 'on', false) where current_setting('synchronous_commit') = 'off'",
+    "relaxed": "set synchronous_commit = off",
+}
+"""A server that waits for its standbys too, by `remote_apply`, goes on doing so."""
+_SAFE_SQLITE = (3, 51, 3)
+"""Older ones can, rarely, damage a WAL file that two processes write (notes of SQLite 3.51.3)."""
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
 
 
@@ -63,18 +75,28 @@ def shown_url(url: str) -> str:
     return re.sub(r"(?i)((?:password|secret|token|key)\w*)=[^&]*", r"\1=***", hidden)
 
 
-def open_database(url: str | None = None) -> Engine:
+def open_database(url: str | None = None, *, durability: Durability = "full") -> Engine:
     """A ready engine for the log at `url` (see `database_url`); the caller disposes of it.
+
+    A commit survives a power cut, whatever the server's default is; with `relaxed` the last ones may not: up to 0.6
+    seconds of them on PostgreSQL (three times `wal_writer_delay`), on SQLite those since the last checkpoint.
 
     Raises BadUrl, and LogUnavailable when a SQLite file's folder is missing. Nothing is connected yet.
     """
     parsed = make_url(database_url(url))
     if parsed.get_backend_name() == "sqlite":
-        return _open_sqlite(parsed)
+        return _open_sqlite(parsed, durability)
     connect: dict[str, Any] = {"application_name": "turnlog"}
     if "connect_timeout" not in parsed.query:
         connect["connect_timeout"] = 5
     database = create_engine(parsed, connect_args=connect)
+    commits = _COMMITS[durability]
+
+    def choose_durability(connection: Any, _: Any) -> None:
+        connection.execute(commits)
+        connection.commit()
+
+    event.listen(database, "connect", choose_durability)
     event.listen(database, "connect", _note_use)
     event.listen(database, "checkin", _note_use)
     event.listen(database, "checkout", _expect_alive)
@@ -102,12 +124,14 @@ def _expect_alive(connection: Any, record: ConnectionPoolEntry, _: Any) -> None:
         raise exc.InvalidatePoolError
 
 
-def _open_sqlite(url: URL) -> Engine:
+def _open_sqlite(url: URL, durability: Durability) -> Engine:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise LogUnavailable("open the log", f"folder {str(folder)!r} of the SQLite file does not exist: create it")
     database = create_engine(url, connect_args={"timeout": _BUSY_SECONDS, "isolation_level": None})
+    synchronous = f"pragma synchronous = {'full' if durability == 'full' else 'normal'}"
     event.listen(database, "connect", _prepare_sqlite)
+    event.listen(database, "connect", lambda connection, _: connection.execute(synchronous))
     event.listen(database, "begin", _begin_sqlite)
     return database
 
@@ -127,7 +151,6 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
                 raise
             time.sleep(0.01)
-    connection.execute("pragma synchronous = full")  # an acknowledged event survives a power cut
 
 
 def _begin_sqlite(connection: Connection) -> None:
@@ -137,6 +160,23 @@ def _begin_sqlite(connection: Connection) -> None:
     assert isinstance(driver, sqlite3.Connection)
     driver.execute("pragma query_only = off" if write else "pragma query_only = on")
     driver.execute("begin immediate" if write else "begin")
+
+
+def claim_sqlite(database: Engine) -> BinaryIO | None:
+    """Say for as long as the file returned is open that this process writes to the log; None on PostgreSQL.
+
+    Warns when another process does already and this SQLite is one that may damage the file then.
+    """
+    if database.dialect.name != "sqlite":
+        return None
+    held = claim(Path(f"{database.url.database}-writer"))
+    if held is None and sqlite3.sqlite_version_info < _SAFE_SQLITE:
+        logger.warning(
+            "another process writes to %s, and SQLite %s can rarely damage a file that two processes write: serve with "
+            "--api-server-count 1 and one server a file, use SQLite %d.%d.%d or newer, or keep the log in PostgreSQL",
+            database.url.database, sqlite3.sqlite_version, *_SAFE_SQLITE,
+        )  # fmt: skip
+    return held
 
 
 @contextmanager

@@ -11,13 +11,14 @@
     ├── NotOwner            the schema belongs to another user of the database
     ├── NeedsPostgres       SQLite has nothing of the kind
     ├── LogUnavailable      the database cannot be reached or written: retry later
+    ├── SpoolTaken          another process holds the worker's spool: stop it, or take another worker's name
     ├── EventConflict       the same id was appended before with other content
     ├── BrokenLink          an event names a parent that is missing or does not fit it
     ├── UnknownCodec        stored bytes need a newer reader
-    ├── DamagedArray        stored bytes are not what was written: restore them from a copy
     ├── BadPosition         a text names no place in the log
     ├── NotABeginning       the log to copy to is no earlier copy of the one to copy from
     ├── DamagedEvent        a stored event is not the one that was appended: restore it from a copy
+    ├── DamagedArray        stored bytes are not what was written: restore them from a copy
     └── MediaUnavailable    the place for media bytes cannot be written
 
 Every message gives the value, the rule it breaks and the remedy.
@@ -129,6 +130,17 @@ class LogUnavailable(LogError):
         super().__init__(f"{operation}: the log database is not available ({cause}): check TURNLOG_URL and retry")
 
 
+class SpoolTaken(LogError):
+    """Two live processes want one spool."""
+
+    def __init__(self, path: str, worker: str) -> None:
+        self.path = path
+        super().__init__(
+            f"spool {path!r} is held by another live process of worker {worker!r}, and one process writes a spool: "
+            "stop that process, or give this one another name with TURNLOG_WORKER"
+        )
+
+
 class EventConflict(LogError):
     """An id that is already in the log came again with different content."""
 
@@ -163,12 +175,6 @@ class DamagedArray(LogError):
         super().__init__(f"a stored token array cannot be decompressed ({cause}): restore the database from a copy")
 
 
-class MediaUnavailable(LogError):
-    """The media location cannot be written."""
-
-    def __init__(self, url: str, cause: str) -> None:
-        self.url = url
-        super().__init__(f"media location {url!r} cannot be written ({cause}): set TURNLOG_MEDIA to a writable place")
 class DamagedEvent(LogError):
     """A stored event does not give the digest that it was stored with."""
 
@@ -202,3 +208,9 @@ class NotABeginning(LogError):
         )
 
 
+class MediaUnavailable(LogError):
+    """The media location cannot be written."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        super().__init__(f"media location {url!r} cannot be written ({cause}): set TURNLOG_MEDIA to a writable place")

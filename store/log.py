@@ -1,6 +1,6 @@
 """Append and read in order: the only module that writes events.
 
-Knows tables and what must hold before an event may be in one; does not know which columns it has there, databases' URLs,
+Knows tables and what must hold before an event may be in one; does not know which columns it has there, URLs of databases,
 threads or the model server. Law: an event is appended once, whole and checked: the same event again changes nothing,
 other content under its id is refused, and a call extends its parent token for token.
 
@@ -28,7 +28,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import hashing, schema
 from store.columns import PLACES, Key, Place, event_of, row_of, shown_key
-from store.errors import BrokenLink, EventConflict
+from store.errors import BrokenLink, EventConflict, LogUnavailable
 from store.events import (
     CallAdmitted,
     CallCompleted,
@@ -200,13 +200,16 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> Non
     if not batch:
         return
     statement = _statement(place.table, connection.dialect.name)
+    driver = connection.dialect.loaded_dbapi
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
             cursor.executemany(statement.text, [statement.parameters(row_of(event)) for event in batch])
             inserted = cursor.rowcount
-    except connection.dialect.loaded_dbapi.IntegrityError as error:
+    except (driver.IntegrityError, driver.DataError) as error:
         raise _refused(connection, place, batch, str(error).splitlines()[0]) from error
+    except driver.ProgrammingError as error:  # a right that was taken away, a table that is gone
+        raise LogUnavailable(f"insert into {place.table.name}", str(error).splitlines()[0]) from error
     if inserted != len(batch):
         digests = _digests(connection, place, batch)
         for event in batch:

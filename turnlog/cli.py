@@ -114,6 +114,17 @@ def serve(
         str | None,
         typer.Option(help="Stable name of this server, by which it finds calls it left open. Default: host:port."),
     ] = None,
+    on_log_failure: Annotated[
+        Literal["refuse", "spool"] | None,
+        typer.Option(
+            help="While the log is away: answer 503 (refuse, the default), or serve and keep events in a file of "
+            "$TURNLOG_SPOOL until it is back (spool)."
+        ),
+    ] = None,
+    durability: Annotated[
+        Literal["full", "relaxed"] | None,
+        typer.Option(help="Whether answers survive a power cut (full, the default), or the last ones may be lost."),
+    ] = None,
 ) -> None:
     """Start the stock vLLM server with turnlog on: what agents do at /rollouts/ID/v1 goes into the log.
 
@@ -126,7 +137,15 @@ def serve(
     arguments = command(model, context.args)
     resolved = database_url(url)
     _prepare(resolved, create=url is None and "TURNLOG_URL" not in os.environ)
-    variables = environment(os.environ, url=resolved, reasoning=reasoning, require_open=require_open, worker=worker)
+    variables = environment(
+        os.environ,
+        url=resolved,
+        reasoning=reasoning,
+        require_open=require_open,
+        worker=worker,
+        on_log_failure=on_log_failure,
+        durability=durability,
+    )
     Settings.from_environment(variables)  # what is wrong is told before a model is loaded
     sys.stdout.flush()
     os.execve(arguments[0], arguments, variables)

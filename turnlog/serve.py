@@ -57,6 +57,8 @@ def environment(
     reasoning: ReasoningPolicy,
     require_open: bool,
     worker: str | None,
+    on_log_failure: str | None = None,
+    durability: str | None = None,
 ) -> dict[str, str]:
     """The environment of the server: the current one, turnlog's variables, and its plug-in among those to load.
 
@@ -71,9 +73,8 @@ def environment(
         "TURNLOG_REASONING": reasoning,
         "TURNLOG_REQUIRE_OPEN": "1" if require_open else "0",
     }
-    if worker is not None:
-        result["TURNLOG_WORKER"] = worker
-    return result
+    asked = {"WORKER": worker, "ON_LOG_FAILURE": on_log_failure, "DURABILITY": durability}
+    return result | {f"TURNLOG_{name}": value for name, value in asked.items() if value is not None}
 
 
 def plugins(listed: str | None, discovered: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from uuid import UUID
@@ -15,10 +16,11 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, create_engine, event, make_url, text
 
-from store import log
+from store import lineage, log
 from store.database import read, write
 from store.errors import BrokenLink, EventConflict, LogUnavailable
 from store.events import CallEnded, RolloutOpened, uuid7
+from store.patience import Patience
 from store.writer import Writer
 
 
@@ -140,6 +142,63 @@ def test_a_full_queue_blocks_whoever_submits(sqlite_database):
     assert opened(sqlite_database) == [f"r{number}" for number in range(10)]
 
 
+def test_a_queue_is_bounded_in_bytes_too_and_counts_who_waits(sqlite_database, chain_maker):
+    calls = [chain_maker([(1000, 500)], rollout_id=f"r{number}") for number in range(8)]  # 9 kB each
+    with Writer(sqlite_database, capacity_bytes=20_000) as writer:
+        submitted: list[int] = []
+
+        def submit() -> None:
+            for call in calls:
+                writer.submit(call)
+                submitted.append(1)
+
+        thread = threading.Thread(target=submit)
+        with held_up(sqlite_database):
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+            assert len(submitted) <= 4  # one or two under way, two that fit
+            assert writer.submit_now(calls[0]) is None
+            assert 1 <= writer.queue_depth <= 2
+        thread.join(20)
+    assert writer.counters.waits >= 1
+    assert writer.counters.waited_seconds > 0.2
+    assert (writer.counters.events, writer.counters.failed, writer.queue_depth) == (8, 0, 0)
+    assert writer.counters.bytes == sum(4 * 1500 + 4 * 500 + 1024 for _ in calls)
+    with read(sqlite_database) as connection:
+        assert [log.calls(connection, f"r{number}") for number in range(8)] == calls
+
+
+def test_a_submission_larger_than_the_queue_goes_through_alone(sqlite_database, chain_maker):
+    chain = chain_maker([(1000, 500)] * 3)
+    with Writer(sqlite_database, capacity_bytes=1000) as writer:
+        for call in chain:
+            assert writer.submit([call]).result(20) is None
+    with read(sqlite_database) as connection:
+        assert log.calls(connection, "r1") == chain
+
+
+def test_a_burst_makes_no_giant_transaction(database, monkeypatch):
+    monkeypatch.setattr("store.writer._GROUP_EVENTS", 10)
+    with Writer(database) as writer:
+        with held_up(database):
+            futures = [writer.submit([opening(3 * each + n) for n in range(3)]) for each in range(20)]
+            large = writer.submit([opening(number) for number in range(100, 120)])  # whole or absent, so in one
+        assert not wait([*futures, large], timeout=20).not_done
+    assert 8 <= writer.counters.commits <= 10  # three submissions a transaction, the first and the large one alone
+    assert len(opened(database)) == 80
+
+
+def test_an_array_of_a_million_tokens_goes_through(database, chain_maker):
+    root, child = chain_maker([(1_000_000, 1000), (200_000, 100_000)])
+    with Writer(database) as writer:
+        futures = [writer.submit([root]), writer.submit([child])]
+        assert [future.result(60) for future in futures] == [None, None]
+    with read(database) as connection:
+        assert log.calls(connection, "r1") == [root, child]
+        assert len(lineage.chain_tokens(connection, child.call_id)) == 1_301_000
+
+
 def test_close_commits_what_waits_and_refuses_the_rest(sqlite_database):
     writer = Writer(sqlite_database)
     with held_up(sqlite_database):
@@ -190,7 +249,7 @@ def test_a_database_that_goes_away_fails_every_future_and_is_used_again_when_it_
 ):
     away = "alter database {} with allow_connections {}"
     name = make_url(postgres_url).database
-    with Writer(postgres_database) as writer:
+    with Writer(postgres_database, patience=Patience(0.3)) as writer:
         writer.submit([opening(0)]).result(20)
         with other_database(postgres_url) as server:
             server.execute(text(away.format(name, "false")))
@@ -198,12 +257,14 @@ def test_a_database_that_goes_away_fails_every_future_and_is_used_again_when_it_
             futures = [writer.submit([opening(number)]) for number in range(1, 20)]
             assert {type(future.exception(30)) for future in futures} == {LogUnavailable}
             server.execute(text(away.format(name, "true")))
+        assert writer.counters.failed == 19
+        time.sleep(1)  # once a second it is tried again
         writer.submit([opening(20)]).result(20)
     assert opened(postgres_database) == ["r0", "r20"]
 
 
 @pytest.mark.postgres
-def test_two_servers_that_open_the_same_rollouts_in_another_order_both_succeed(postgres_database):
+def test_two_servers_that_open_the_same_rollouts_in_another_order_both_succeed(postgres_database, postgres_url):
     def implicit(number: int) -> RolloutOpened:
         return RolloutOpened(rollout_id=f"r{number}", opened_at=number)
 
@@ -211,11 +272,22 @@ def test_two_servers_that_open_the_same_rollouts_in_another_order_both_succeed(p
         other.exec_driver_sql("set local deadlock_timeout = '20s'")  # so that it is the writer that is ended
         log.append(other, [implicit(2)])
         futures = [writer.submit([implicit(1), implicit(2)])]
-        wait(futures, timeout=0.3)  # the writer holds 1 and waits for 2
+        wait_for_a_lock(postgres_url)  # the writer holds 1 and waits for 2
         futures.append(writer.submit([implicit(3)]))
         log.append(other, [implicit(1)])  # a deadlock: PostgreSQL ends the one that has waited longer
     assert [future.result(20) for future in futures] == [None, None]
+    assert writer.counters.retries == 1
     assert sorted(opened(postgres_database)) == ["r1", "r2", "r3"]
+
+
+def wait_for_a_lock(url: str) -> None:
+    """Wait until a connection to this database waits for a lock that another one holds."""
+    waiting = text("select count(*) from pg_stat_activity where datname = :name and wait_event_type = 'Lock'")
+    with other_database(url) as server:
+        give_up = time.monotonic() + 20
+        while not server.scalar(waiting, {"name": make_url(url).database}):
+            assert time.monotonic() < give_up, "nobody waits for a lock"
+            time.sleep(0.01)
 
 
 KILLED = """
