@@ -58,19 +58,18 @@ def create_index(name: str, table: str, columns: list[str]) -> None:
         op.create_index(name, table, columns, if_not_exists=True)
         return
     leaves = list(_reading().scalars(_LEAVES, {"name": table}))
-    with op.get_context().autocommit_block():
-        for leaf in leaves or [table]:
-            built = f"{leaf}_{name.removeprefix(f'{table}_')}" if leaves else name
+    named = {leaf: f"{leaf}_{name.removeprefix(f'{table}_')}" for leaf in leaves} or {table: name}
+    quoted = op.get_context().dialect.identifier_preparer.quote
+    with op.get_context().autocommit_block():  # all of it: what waits for one lock must hold no other
+        for leaf, built in named.items():
             if _reading().scalar(_INVALID, {"name": built}):
                 op.drop_index(built, postgresql_concurrently=True, if_exists=True)
             op.create_index(built, leaf, columns, postgresql_concurrently=True, if_not_exists=True)
-    if leaves:
-        quoted = op.get_context().dialect.identifier_preparer.quote
-        listed = ", ".join(map(quoted, columns))
-        op.execute(f"create index if not exists {quoted(name)} on only {quoted(table)} ({listed})")
-        for leaf in leaves:
-            built = f"{leaf}_{name.removeprefix(f'{table}_')}"
-            op.execute(f"alter index {quoted(name)} attach partition {quoted(built)}")
+        if leaves:
+            listed = ", ".join(map(quoted, columns))
+            op.execute(f"create index if not exists {quoted(name)} on only {quoted(table)} ({listed})")
+            for built in named.values():
+                op.execute(f"alter index {quoted(name)} attach partition {quoted(built)}")
 
 
 @contextmanager
