@@ -42,6 +42,8 @@ _COMMITS = {
     "relaxed": "set synchronous_commit = off",
 }
 """A server that waits for its standbys too, by `remote_apply`, goes on doing so."""
+_PLANS = "set plan_cache_mode = force_generic_plan"
+"""Each statement is planned once a connection: to plan for all partitions takes longer than to look into one."""
 _SAFE_SQLITE = (3, 51, 3)
 """Older ones can, rarely, damage a WAL file that two processes write (notes of SQLite 3.51.3)."""
 _SCHEMES = {"postgres": "postgresql+psycopg", "postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
@@ -94,6 +96,7 @@ def open_database(url: str | None = None, *, durability: Durability = "full") ->
 
     def choose_durability(connection: Any, _: Any) -> None:
         connection.execute(commits)
+        connection.execute(_PLANS)
         connection.commit()
 
     event.listen(database, "connect", choose_durability)
