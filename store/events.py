@@ -120,12 +120,12 @@ class _Event(BaseModel):
 
     def digest(self) -> bytes:
         """Digest of the event's whole content; equal digests mean the same event."""
-        fields = self.model_dump(mode="json", exclude={"token_ids", "logprobs"})
+        fields = {**self.__dict__}
         for name in self.added:
             if fields[name] is None:
                 del fields[name]
         kind = str(fields.pop("kind"))
-        arrays = (getattr(self, name) for name in ("token_ids", "logprobs") if hasattr(self, name))
+        arrays = [fields.pop(name) for name in ("token_ids", "logprobs") if name in fields]
         return hashing.event_digest(kind, fields, *arrays)
 
 

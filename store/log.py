@@ -1,8 +1,8 @@
 """Append and read in order: the only module that writes events.
 
-Knows tables and what must hold before an event may be in one; does not know which columns it has there, URLs of databases,
-threads or the model server. Law: an event is appended once, whole and checked: the same event again changes nothing,
-other content under its id is refused, and a call extends its parent token for token.
+Knows tables and what must hold before an event may be in one; does not know which columns it has there, databases'
+URLs, threads or the model server. Law: an event is appended once, whole and checked: the same event again changes
+nothing, other content under its id is refused, and a call extends its parent token for token.
 
 Nothing here commits. The caller's transaction (`store.database.write`) makes a batch durable or, when an append raises,
 leaves nothing of it.
@@ -204,7 +204,8 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> Non
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
-            cursor.executemany(statement.text, [statement.parameters(row_of(event)) for event in batch])
+            # One by one: PostgreSQL inserts an event while the next one is hashed and compressed.
+            cursor.executemany(statement.text, (statement.parameters(row_of(event)) for event in batch))
             inserted = cursor.rowcount
     except (driver.IntegrityError, driver.DataError) as error:
         raise _refused(connection, place, batch, str(error).splitlines()[0]) from error
