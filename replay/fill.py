@@ -111,31 +111,39 @@ def _verified(chains: Chains, calls: Ints, payloads: Iterable[Payloads]) -> _Arr
     taken = pa.array(calls)
     parent = pc.index_in(piece.column("parent_id").take(taken), piece.column("call_id"), skip_nulls=True)
     above, own = (piece.column("chain_hash").take(each).to_pylist() for each in (parent, taken))
-    why: dict[int, tuple[str, str]] = {}
-    token_ids: list[Bytes] = []
-    logprobs = [*stored.logprobs]
+    token_ids, faults = _decoded(stored)
+    logprobs: list[Bytes] = [*stored.logprobs]
+    for at, raw in enumerate(token_ids):
+        if at in faults:
+            continue
+        if len(raw) != size[at] or len(stored.logprobs[at]) != count[at]:
+            faults[at] = (
+                "length_mismatch",
+                f"it holds {len(raw) // 4} tokens and {len(stored.logprobs[at]) // 4} log-probabilities, "
+                f"its counts say {size[at] // 4} and {count[at] // 4}",
+            )
+        elif hashing.chain_hash(above[at], raw) != own[at]:
+            faults[at] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
+    for at in faults:
+        token_ids[at], logprobs[at] = bytes(size[at]), bytes(count[at])
+    return _Arrays(token_ids=token_ids, logprobs=logprobs, why={int(calls[at]): fault for at, fault in faults.items()})
+
+
+def _decoded(stored: Payloads) -> tuple[list[Bytes], dict[int, tuple[str, str]]]:
+    """The token arrays as bytes, and by place why one cannot be read, which then is empty."""
     unpack = codec.Unpacker()
-    for at, (kind, packed) in enumerate(zip(stored.codec, stored.token_ids, strict=True)):
-        try:
-            raw = packed if kind == codec.RAW else unpack(kind, packed)
-        except (DamagedArray, UnknownCodec) as error:
-            fault = ("array_unreadable", str(error))
-        else:
-            if len(raw) != size[at] or len(logprobs[at]) != count[at]:
-                fault = (
-                    "length_mismatch",
-                    f"it holds {len(raw) // 4} tokens and {len(logprobs[at]) // 4} log-probabilities, "
-                    f"its counts say {size[at] // 4} and {count[at] // 4}",
-                )
-            elif hashing.chain_hash(above[at], raw) != own[at]:
-                fault = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
-            else:
-                token_ids.append(raw)
-                continue
-        why[int(calls[at])] = fault
-        token_ids.append(bytes(size[at]))
-        logprobs[at] = bytes(count[at])
-    return _Arrays(token_ids=token_ids, logprobs=logprobs, why=why)
+    faults: dict[int, tuple[str, str]] = {}
+    try:
+        return unpack.all(stored.codec, stored.token_ids), faults
+    except (DamagedArray, UnknownCodec):  # one by one, to tell which
+        token_ids: list[Bytes] = []
+        for at, (kind, packed) in enumerate(zip(stored.codec, stored.token_ids, strict=True)):
+            try:
+                token_ids.append(unpack(kind, packed))
+            except (DamagedArray, UnknownCodec) as error:
+                faults[at] = ("array_unreadable", str(error))
+                token_ids.append(b"")
+        return token_ids, faults
 
 
 def _stored(wanted: list[int], payloads: Iterable[Payloads]) -> Payloads:
