@@ -27,7 +27,7 @@ from engine.capture import Writer
 from engine.clock import Clock
 from engine.errors import LogDown
 from engine.remembered import Remembered
-from store import lineage, log
+from store import lineage, log, recovery
 from store.database import claim_sqlite, read, read_one
 from store.errors import LogError
 from store.events import CallCompleted, CallEnded, Event, RolloutOpened
@@ -261,19 +261,8 @@ class Journal:
         """End the intents that this worker left open when it stopped; returns what was lost. Blocks: for start-up."""
         with read(self.database) as connection:
             left = log.pending(connection, worker=self.worker)
-        lost = [
-            CallEnded(
-                call_id=intent.call_id,
-                rollout_id=intent.rollout_id,
-                state="lost",
-                reason=f"worker {self.worker} stopped before the call ended",
-                at=self.now(),
-            )
-            for intent in left
-        ]
-        if lost:
-            self.writer.submit(lost).result()
-        return lost
+        why = f"worker {self.worker} stopped before the call ended"
+        return recovery.mark_lost(self.database, left, why=why, at=self.now())
 
     def close(self) -> None:
         """Write what is queued, then stop."""

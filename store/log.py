@@ -205,7 +205,8 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> Non
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
             # One by one: PostgreSQL inserts an event while the next one is hashed and compressed.
-            cursor.executemany(statement.text, (statement.parameters(row_of(event)) for event in batch))
+            rows: Any = (statement.parameters(row_of(event)) for event in batch)
+            cursor.executemany(statement.text, rows)
             inserted = cursor.rowcount
     except (driver.IntegrityError, driver.DataError) as error:
         raise _refused(connection, place, batch, str(error).splitlines()[0]) from error

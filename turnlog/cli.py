@@ -25,6 +25,7 @@ from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, notes, opened, 
 from turnlog.copying import copy_log
 from turnlog.db import db
 from turnlog.history import replay_history
+from turnlog.recovery import check, drain
 from turnlog.tail import tail_log
 
 NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
@@ -39,6 +40,14 @@ app = typer.Typer(
 app.add_typer(db, name="db")
 db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(
     copy_log
+)
+db.command(
+    "check",
+    epilog="Examples: [bold]turnlog db check[/] lists, "
+    "[bold]turnlog db check --mark-lost --worker host:8000[/] ends them.",
+)(check)
+db.command("drain", epilog="Example: [bold]turnlog db drain turnlog.spool --db postgresql://user@host/turnlog[/]")(
+    drain
 )
 app.command(
     "tail",

@@ -107,34 +107,6 @@ def current(url: Db = None, as_json: AsJson = False) -> None:
         Console(soft_wrap=True).print(f"{shown(database)} is at {state}")
 
 
-@db.command(epilog="Example: [bold]turnlog db check[/]")
-def check(url: Db = None, as_json: AsJson = False) -> None:
-    """List calls that were admitted and neither completed nor ended: in flight, or left by a server that was killed.
-
-    A server ends its own on its next start. They never train, and never hold up later calls.
-    """
-    from store import log
-    from store.database import read
-
-    with opened(url) as database, read(database) as connection:
-        pending = log.pending(connection)
-    listed: list[dict[str, JsonValue]] = [
-        {
-            "rollout_id": intent.rollout_id,
-            "call_id": str(intent.call_id),
-            "decision": intent.decision,
-            "reason": intent.reason,
-            "worker": intent.worker,
-            "at": intent.at,
-        }
-        for intent in pending
-    ]
-    if as_json:
-        print_json([*listed])
-    else:
-        Console().print(table_of(listed, empty="no pending calls"))
-
-
 @db.command(
     epilog="Example: [bold]turnlog db partition --every week --ahead 8[/], from a timer; "
     "without options as `turnlog db upgrade` does it."

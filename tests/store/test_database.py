@@ -6,10 +6,10 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from sqlalchemy import exc, select, text
+from sqlalchemy import exc, make_url, select, text
 
 from store import log, migrate, schema
-from store.database import database_url, open_database, read, read_one, shown_url, write
+from store.database import claim_sqlite, database_url, open_database, read, read_one, shown_url, write
 from store.errors import BadUrl, LogUnavailable
 from store.events import RolloutOpened
 
@@ -200,3 +200,54 @@ def test_looking_at_a_log_does_not_create_one(tmp_path):
     assert migrate.current(database) is None
     assert list(tmp_path.iterdir()) == []
     database.dispose()
+
+
+@pytest.mark.postgres
+def test_a_commit_is_durable_where_the_servers_default_is_off_and_relaxed_only_when_asked(postgres_url):
+    name = make_url(postgres_url).database
+    server = open_database(postgres_url)
+    with write(server) as connection:
+        connection.execute(text(f"alter database {name} set synchronous_commit = off"))
+    server.dispose()
+    for durability, expected in (("full", "on"), ("relaxed", "off")):
+        database = open_database(postgres_url, durability=durability)
+        with write(database) as connection:
+            assert connection.scalar(text("show synchronous_commit")) == expected
+        database.dispose()
+
+
+@pytest.mark.postgres
+def test_a_server_that_waits_for_more_than_its_own_disk_goes_on_doing_so(postgres_url):
+    name = make_url(postgres_url).database
+    database = open_database(postgres_url)
+    with write(database) as connection:
+        connection.execute(text(f"alter database {name} set synchronous_commit = remote_apply"))
+    database.dispose()
+    with write(database) as connection:
+        assert connection.scalar(text("show synchronous_commit")) == "remote_apply"
+    database.dispose()
+
+
+def test_sqlite_is_relaxed_only_when_asked(sqlite_database, sqlite_url):
+    relaxed = open_database(sqlite_url, durability="relaxed")
+    with read(relaxed) as connection:
+        assert connection.exec_driver_sql("pragma synchronous").scalar() == 1
+    with read(sqlite_database) as connection:
+        assert connection.exec_driver_sql("pragma synchronous").scalar() == 2
+    relaxed.dispose()
+
+
+def test_a_second_process_that_writes_to_a_file_is_told_where_sqlite_may_damage_it(
+    sqlite_database, caplog, monkeypatch
+):
+    held = claim_sqlite(sqlite_database)
+    assert held is not None
+    assert caplog.text == ""
+    monkeypatch.setattr("sqlite3.sqlite_version_info", (3, 51, 2))
+    assert claim_sqlite(sqlite_database) is None
+    assert "--api-server-count 1" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr("sqlite3.sqlite_version_info", (3, 51, 3))
+    assert claim_sqlite(sqlite_database) is None
+    assert caplog.text == ""
+    held.close()

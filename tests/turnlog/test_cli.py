@@ -70,6 +70,7 @@ def test_every_command_explains_itself_with_an_example(run: Run) -> None:
         ["db", "upgrade"],
         ["db", "current"],
         ["db", "check"],
+        ["db", "drain"],
     ):
         found = run(*command, "--help")
         assert found.returncode == 0
