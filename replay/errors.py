@@ -14,6 +14,11 @@
     ├── StepRecorded        a step is in the log already, with other rows
     ├── UnknownRow          a row did not train in the step that is asked for
     ├── FileUnwritable      an export's file cannot be written
+    ├── ArchiveUnavailable  the place of an archive cannot be reached, or nothing is sealed there
+    ├── ArchiveDamaged      a file of an archive is missing, or not the one that was sealed
+    ├── SealTaken           another run sealed at the same time
+    ├── OtherLog            an archive holds the events of another log
+    ├── NotArchived         what would be dropped from a log is not whole in its archive
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
     ├── NothingToTrain      a training step without one trained token
     └── TrainerSetup        the trainer is configured so that a step would not be what turnlog promises
@@ -156,6 +161,59 @@ class FileUnwritable(ReplayError):
     def __init__(self, file: str, cause: str) -> None:
         self.file = file
         super().__init__(f"{file!r} cannot be written ({cause}): name a file in a folder that exists and takes writes")
+
+
+class ArchiveUnavailable(ReplayError):
+    """The place of an archive cannot be reached, or holds none."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        super().__init__(
+            f"archive {url!r} cannot be used ({cause}): check TURNLOG_ARCHIVE or --archive; "
+            "`turnlog archive --before DATE --to URL` makes one"
+        )
+
+
+class ArchiveDamaged(ReplayError):
+    """A file of the archive is missing, or is not the one that was sealed."""
+
+    def __init__(self, url: str, path: str, why: str) -> None:
+        self.url = url
+        self.path = path
+        super().__init__(f"{path!r} of archive {url!r} {why}: restore it from a copy of the archive")
+
+
+class SealTaken(ReplayError):
+    """Another run sealed into the same archive at the same time."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self.url = url
+        super().__init__(
+            f"{path!r} of archive {url!r} was written by another run meanwhile, so this one sealed nothing: "
+            "run it again"
+        )
+
+
+class OtherLog(ReplayError):
+    """The archive holds another event under a sequence of this log."""
+
+    def __init__(self, url: str, table: str, sequence: int) -> None:
+        self.url = url
+        super().__init__(
+            f"{table} {sequence} of the log is another event in archive {url!r}: an archive belongs to one log and its "
+            "copies, so name another place"
+        )
+
+
+class NotArchived(ReplayError):
+    """Events that would be dropped are not in the archive as they are in the log."""
+
+    def __init__(self, what: str, url: str, why: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what} stays: {why} in archive {url!r}; run `turnlog archive` with a later --before, "
+            "and drop it when its rollouts are finished and sealed"
+        )
 
 
 class PlanMismatch(ReplayError):

@@ -137,10 +137,15 @@ def record(database: Engine, step: Sequence[RowTrained]) -> bool:
     return False
 
 
-def trained(database: Engine, sequence: int | None = None) -> pa.Table:
+def trained(database: Engine, sequence: int | None = None, *, archive: str | None = None) -> pa.Table:
     """What entered training steps, as `replay.history.eligible` reads it: all of it, or up to a `trained` position."""
-    with open_reader(database) as reader:
-        return reader.table("trained", TRAINED, trained=2**63 - 1 if sequence is None else sequence)
+    until = 2**63 - 1 if sequence is None else sequence
+    with open_reader(database, archive) as reader:
+        found = reader.table("trained", TRAINED, trained=until)
+        if reader.sealed is None:
+            return found
+        both = pa.concat_tables([reader.sealed.table("trained_row", TRAINED, until), found])
+        return both.group_by(TRAINED.names, use_threads=False).aggregate([])  # one event stands in both
 
 
 def origin(database: Engine, run: str, step: int, row_id: str) -> Origin:

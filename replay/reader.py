@@ -15,6 +15,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -24,14 +25,18 @@ import numpy as np
 import pyarrow as pa
 from sqlalchemy import Engine
 
+from replay.archive import archive_url, open_archive
 from replay.queries import numbered, query
+from replay.sealed import Sealed
 from store.database import read, shown_url
 from store.errors import LogUnavailable
+from store.settled import Ask, settled_by
 
 _LINES = 5_000
 """Lines that SQLite hands over at once."""
 
-_REACHED = pa.schema({name: pa.int64() for name in ("calls", "outcomes", "rollouts", "trained")})
+_REACHED = ("calls", "outcomes", "rollouts", "trained")
+"""The parts of what is settled that rows or their choice depend on."""
 
 Value = int | str
 Bytes = bytes | memoryview
@@ -54,8 +59,13 @@ class Reader(Protocol):
         """Up to which sequence of `calls`, `outcomes`, `rollouts`, `trained` the snapshot has all there will be."""
         ...
 
+    @property
+    def sealed(self) -> Sealed | None:
+        """The archive that is read with the log as one; None for a log alone."""
+        ...
+
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
-        """The whole answer, its columns as the schema names and types them."""
+        """The whole answer of the log, its columns as the schema names and types them."""
         ...
 
     def payloads(self, name: str, **parameters: Value) -> Iterator[Payloads]:
@@ -64,12 +74,17 @@ class Reader(Protocol):
 
 
 @contextmanager
-def open_reader(database: Engine) -> Generator[Reader]:
-    """A reader of the log; raises LogUnavailable when it cannot be reached."""
+def open_reader(database: Engine, archive: str | None = None) -> Generator[Reader]:
+    """A reader of the log, and of the archive at `archive`, else at $TURNLOG_ARCHIVE, with it.
+
+    An empty `archive` is a log alone. Raises LogUnavailable, ArchiveUnavailable and ArchiveDamaged.
+    """
+    url = archive_url(archive)
+    sealed = None if url is None else Sealed(open_archive(url))
     if database.dialect.name == "sqlite":
         with read(database) as connection:
             try:
-                yield _SqliteReader(cast("sqlite3.Connection", connection.connection.driver_connection))
+                yield _SqliteReader(cast("sqlite3.Connection", connection.connection.driver_connection), sealed)
             except sqlite3.Error as error:
                 raise LogUnavailable("read the log", str(error)) from error
         return
@@ -77,20 +92,38 @@ def open_reader(database: Engine) -> Generator[Reader]:
     try:
         with adbc_driver_postgresql.dbapi.connect(url, autocommit=True) as connection, connection.cursor() as cursor:
             # What is settled is asked for before the snapshot is taken, so that the snapshot has all of it.
-            (highest,) = _PostgresReader(cursor, {}).table("reached", _REACHED).to_pylist()
-            (settled,) = _PostgresReader(cursor, {}).table("settled", _REACHED, **highest).to_pylist()
+            reached = _reached(partial(_one, cursor), "postgresql")
             connection.adbc_connection.set_autocommit(False)
             cursor.execute("set transaction isolation level repeatable read read only")
-            yield _PostgresReader(cursor, settled)
+            yield _PostgresReader(cursor, reached, sealed)
     except adbc_driver_manager.Error as error:
         lines = shown_url(str(error)).strip().splitlines()
         raise LogUnavailable("read the log", lines[0] if lines else type(error).__name__) from error
 
 
+def _reached(ask: Ask, database: str) -> Mapping[str, int]:
+    settled = settled_by(ask, database)
+    return {part: getattr(settled, part) for part in _REACHED}
+
+
+def _both(log: Mapping[str, int], sealed: Sealed | None) -> Mapping[str, int]:
+    """What log and archive reach together: of a log that lost its newest partition, only the archive knows."""
+    return log if sealed is None else {part: max(high, sealed.reached[part]) for part, high in log.items()}
+
+
+def _one(cursor: Any, statement: str) -> Sequence[int | None]:
+    cursor.execute(statement)
+    found: Sequence[int | None] = cursor.fetchone()
+    return found
+
+
 class _PostgresReader:
-    def __init__(self, cursor: adbc_driver_postgresql.dbapi.Cursor, reached: Mapping[str, int]) -> None:
+    def __init__(
+        self, cursor: adbc_driver_postgresql.dbapi.Cursor, reached: Mapping[str, int], sealed: Sealed | None
+    ) -> None:
         self._cursor = cursor
-        self.reached = reached
+        self.sealed = sealed
+        self.reached = _both(reached, sealed)
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         batches: list[pa.RecordBatch] = []
@@ -124,9 +157,10 @@ def _views(column: pa.Array) -> list[memoryview]:
 
 
 class _SqliteReader:
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, sealed: Sealed | None) -> None:
         self._connection = connection
-        (self.reached,) = self.table("reached", _REACHED).to_pylist()  # its one writer commits in order
+        self.sealed = sealed
+        self.reached = _both(_reached(partial(_one, connection.cursor()), "sqlite"), sealed)
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         batches: list[pa.RecordBatch] = []

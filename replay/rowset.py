@@ -97,11 +97,12 @@ def build(
     *,
     rollouts: Sequence[str] | None = None,
     position: Position | None = None,
+    archive: str | None = None,
     progress: Progress | None = None,
 ) -> RowSet:
     """Build all rows of the log, or of some rollouts of it; arguments and errors are those of `stream`."""
     selection = selection or Selection()
-    parts = [*stream(database, selection, rollouts=rollouts, position=position, progress=progress)]
+    parts = [*stream(database, selection, rollouts=rollouts, position=position, archive=archive, progress=progress)]
     total = _total([part.counts for part in parts if part.counts is not None])
     return RowSet(
         rows=tuple(row for part in parts for row in part.rows),
@@ -120,6 +121,7 @@ def stream(
     *,
     rollouts: Sequence[str] | None = None,
     position: Position | None = None,
+    archive: str | None = None,
     progress: Progress | None = None,
     tokens: int = _TOKENS_AT_ONCE,
 ) -> Iterator[Part]:
@@ -130,12 +132,13 @@ def stream(
         selection: which calls count; None for `completed`.
         rollouts: ids of the rollouts to build; None for all.
         position: as of when; None for now. The position used is in each part.
+        archive: read with the log as one, see `replay.reader.open_reader`.
         progress: called after each part that has counts.
         tokens: held at once; one rollout is never cut.
 
     Raises UnknownRollout, PositionAhead, and what reading the log raises.
     """
-    with open_reader(database) as reader:
+    with open_reader(database, archive) as reader:
         position = _position(reader, position)
         found = source.contents(reader, position, rollouts)
         done = 0
@@ -156,13 +159,14 @@ def outlined(
     *,
     rollouts: Sequence[str] | None = None,
     position: Position | None = None,
+    archive: str | None = None,
     progress: Progress | None = None,
 ) -> Outline:
     """What `stream` would give, without reading a token; arguments and errors are its own."""
     selection = selection or Selection()
     kept: list[pa.Table] = []
     counted: list[Counts] = []
-    with open_reader(database) as reader:
+    with open_reader(database, archive) as reader:
         position = _position(reader, position)
         found = source.contents(reader, position, rollouts)
         for piece, selected, chains, refused in _chains(reader, found, position, selection):

@@ -187,9 +187,10 @@ class Steps:
         """The plan of a step, for all ranks."""
         return self._step(step).plan
 
-    def rows(self, database: Engine, step: int) -> RowSet:
+    def rows(self, database: Engine, step: int, *, archive: str | None = None) -> RowSet:
         """All rows of a step, of all ranks and whatever their length."""
-        return build(database, self.run.selection, rollouts=self.drawn(step), position=self.run.position)
+        position, drawn = self.run.position, self.drawn(step)
+        return build(database, self.run.selection, rollouts=drawn, position=position, archive=archive)
 
     def packs(
         self, database: Engine, step: int, *, rank: int = 0, only: Sequence[int] | None = None

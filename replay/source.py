@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ from pydantic import JsonValue, TypeAdapter
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
 from replay.reader import Payloads, Reader
-from store import hashing
+from store import codec, hashing
 
 _EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
 _OPENINGS = pa.schema(
@@ -91,11 +91,18 @@ class Contents:
     """The rollouts to read, in their order, and where the calls of each lie in the log."""
 
     rollouts: tuple[Rollout, ...]
-    calls: Ints  # [rollouts]
-    """How many completed calls each has."""
+    logged: Ints  # [rollouts]
+    """How many of each one's completed calls are read from the log; sealed ones are among them when new ones are."""
+    sealed: Ints  # [rollouts]
+    """How many are read from the archive."""
     low: Ints  # [rollouts]
-    """Sequence of its first call; 0 when it has none."""
+    """Sequence of its first call in the log; 0 when it has none."""
     high: Ints  # [rollouts]
+
+    @property
+    def calls(self) -> Ints:
+        """[rollouts] about how many completed calls each has."""
+        return np.maximum(self.logged, self.sealed)
 
 
 def contents(reader: Reader, position: Position, only: Sequence[str] | None = None) -> Contents:
@@ -108,17 +115,22 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
     """
     parts = asdict(position)
 
-    def ask(name: str, schema: pa.Schema, part: str) -> pa.Table:
+    def ask(name: str, schema: pa.Schema, part: str, table: str | None = None) -> pa.Table:
         if only is None:
-            return reader.table(name, schema, **{part: parts[part]})
-        listed = hashing.canonical_json([*dict.fromkeys(only)]).decode()
-        return reader.table(f"{name}_of", schema, only=listed, **{part: parts[part]})
+            found = reader.table(name, schema, **{part: parts[part]})
+        else:
+            listed = hashing.canonical_json([*dict.fromkeys(only)]).decode()
+            found = reader.table(f"{name}_of", schema, only=listed, **{part: parts[part]})
+        if reader.sealed is None or table is None:
+            return found
+        return pa.concat_tables([reader.sealed.table(table, schema, parts[part], only), found])
 
     extents = {line["rollout_id"]: line for line in ask("extents", _EXTENTS, "calls").to_pylist()}
-    openings = {line["rollout_id"]: line for line in ask("openings", _OPENINGS, "rollouts").to_pylist()}
-    scored = ask("outcomes", _OUTCOMES, "outcomes").sort_by("sequence")
+    sealed = {} if reader.sealed is None else reader.sealed.extents(position.calls, only)
+    openings = {line["rollout_id"]: line for line in ask("openings", _OPENINGS, "rollouts", "rollout").to_pylist()}
+    scored = ask("outcomes", _OUTCOMES, "outcomes", "rollout_outcome").sort_by("sequence")
     outcomes = {line["rollout_id"]: line for line in scored.to_pylist()}
-    known: set[str] = openings.keys() | extents.keys()
+    known: set[str] = openings.keys() | extents.keys() | sealed.keys()
     for rollout_id in only or ():
         if rollout_id not in known:
             raise UnknownRollout(rollout_id)
@@ -143,9 +155,15 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
     rollouts.sort(key=lambda each: (each.opened_at, each.rollout_id))
     nowhere = {"calls": 0, "low": 0, "high": 0}
     found = [extents.get(each.rollout_id, nowhere) for each in rollouts]
+    calls, low, high = (np.array([line[name] for line in found], np.int64) for name in nowhere)
+    held = np.array([sealed.get(each.rollout_id, (0, 0, 0)) for each in rollouts], np.int64).reshape(-1, 3)
     return Contents(
         rollouts=tuple(rollouts),
-        **{name: np.array([line[name] for line in found], np.int64) for name in nowhere},
+        # A seal has all calls of its rollouts up to the position that it was made at, so what it lacks is newer.
+        logged=np.where(high > held[:, 2], calls, 0),
+        sealed=held[:, 0],
+        low=low,
+        high=high,
     )
 
 
@@ -163,11 +181,24 @@ def pieces(
 
 
 def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema) -> pa.Table:
-    """Columns of the calls of some rollouts, and of others that lie among them."""
+    """Columns of the calls of some rollouts, each call once, and of others that lie among them."""
+    if reader.sealed is None:
+        return _logged(reader, found, wanted, position, name, schema)
+    names = [found.rollouts[place].rollout_id for place in wanted[found.sealed[wanted] > 0]]
+    sealed = reader.sealed.calls(names, schema, position.calls)
+    logged = _logged(reader, found, wanted[found.logged[wanted] > 0], position, name, schema)
+    if logged.num_rows:
+        logged = logged.filter(pa.array(~reader.sealed.holds(logged["sequence"].to_numpy())))
+    return pa.concat_tables([sealed, logged])
+
+
+def _logged(
+    reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema
+) -> pa.Table:
     if not len(wanted):
         return schema.empty_table()
     low, high = int(found.low[wanted].min()), int(found.high[wanted].max())
-    if high - low < _DENSE * int(found.calls[wanted].sum()):
+    if high - low < _DENSE * int(found.logged[wanted].sum()):
         return reader.table(f"{name}_between", schema, low=low, high=high)
     listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
     return reader.table(f"{name}_of", schema, only=listed, calls=position.calls)
@@ -175,6 +206,26 @@ def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, na
 
 def payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
     """The heavy columns of the completed calls at these ascending sequences, and of others that lie among them."""
+    if not len(sequences):
+        return
+    held = np.zeros(0, np.bool_) if reader.sealed is None else reader.sealed.holds(sequences)
+    if reader.sealed is None or not held.any():
+        yield from _logged_payloads(reader, sequences)
+        return
+    columns: tuple[list[Any], ...] = (
+        sequences[held].tolist(),
+        [codec.RAW] * int(held.sum()),
+        *reader.sealed.arrays(sequences[held]),
+    )
+    for batch in _logged_payloads(reader, sequences[~held]):
+        places = np.flatnonzero(np.isin(batch.sequence, sequences[~held])).tolist()
+        for column, more in zip(columns, batch, strict=True):
+            column += [more[place] for place in places]
+    order = np.argsort(columns[0]).tolist()
+    yield Payloads(*([column[place] for place in order] for column in columns))
+
+
+def _logged_payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
     if not len(sequences):
         return iter(())
     low, high = int(sequences[0]), int(sequences[-1])

@@ -1,23 +1,5 @@
 -- Reads of the log by lists of ids or sequences, `:only`, a JSON array: the databases open one in different words.
 
--- name: settled
--- Of sequences that were reached before: up to where nothing will appear later, by the announcements of open transactions.
-with announced as (
-  select
-    classid::bigint >> 16 as kind,
-    ((classid::bigint & 65535) << 32) | objid::bigint as sequence
-  from pg_locks
-  where locktype = 'advisory'
-    and objsubid = 1
-    and database = (select oid from pg_database where datname = current_database())
-)
-
-select
-  least(cast(:calls as bigint), (select min(sequence) from announced where kind = 29813)) as calls,
-  least(cast(:outcomes as bigint), (select min(sequence) from announced where kind = 29814)) as outcomes,
-  least(cast(:rollouts as bigint), (select min(sequence) from announced where kind = 29815)) as rollouts,
-  least(cast(:trained as bigint), (select min(sequence) from announced where kind = 29816)) as trained
-
 -- name: extents_of
 -- How many calls each of these rollouts has and between which sequences they lie.
 select

@@ -1,14 +1,6 @@
 -- Reads of the log that SQLite and PostgreSQL take in the same words. `:calls`, `:outcomes`, `:rollouts` and `:trained` are
 -- the parts of a position: an event with a higher sequence does not count.
 
--- name: reached
--- The highest sequence of each kind of event that rows or their choice depend on.
-select
-  (select coalesce(max(sequence), 0) from model_call) as calls,
-  (select coalesce(max(sequence), 0) from rollout_outcome) as outcomes,
-  (select coalesce(max(sequence), 0) from rollout) as rollouts,
-  (select coalesce(max(sequence), 0) from trained_row) as trained
-
 -- name: extents
 -- How many calls each rollout has and between which sequences they lie; answered from an index alone.
 select

@@ -1,0 +1,205 @@
+"""Sealed events as replay reads them: by rollout, as of a position, with the arrays of calls from whole files.
+
+Knows an archive's files and where each call lies in them; does not know the log, nor how both are read as one
+(`replay.source`). Law: arrays come from files whose hash is that of their seal, so that what was proven when it was
+sealed is what is read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replay.archive import Archive
+
+Ints = npt.NDArray[np.int64]
+
+_WHERE = pa.schema({"rollout_id": pa.string(), "sequence": pa.int64()})
+_ARRAYS = pa.schema({"sequence": pa.int64(), "token_ids": pa.binary(), "logprobs": pa.binary()})
+
+_BLOCKS = 2
+"""Files whose arrays are held: the one that is read, and the one before, in which its first rollout may begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """The arrays of a file of calls, in its order."""
+
+    sequence: Ints  # [N]
+    token_ids: npt.NDArray[np.uint8]
+    token_edges: npt.NDArray[np.int32]  # [N + 1] line n has the bytes from edge n to edge n + 1
+    logprobs: npt.NDArray[np.uint8]
+    logprob_edges: npt.NDArray[np.int32]  # [N + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """The calls of one rollout in one file, end to end."""
+
+    file: int
+    start: int
+    """Lines of the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Where:
+    """Where every sealed call lies."""
+
+    sequence: Ints
+    """[N] of each call, files end to end."""
+    first: Ints
+    """[files + 1] where each file begins in it."""
+    stretches: Mapping[str, Sequence[Stretch]]
+    """By rollout."""
+    ascending: Ints
+    """[N] the calls by ascending sequence, as places in `sequence`."""
+
+
+class Sealed:
+    """The events of an archive."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive = archive
+        self._files = archive.files["model_call"]
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+
+    @property
+    def reached(self) -> Mapping[str, int]:
+        """The parts of the newest position at which something was sealed."""
+        parts = ("calls", "outcomes", "rollouts", "trained")
+        return {part: max(getattr(position, part) for position in self.archive.positions()) for part in parts}
+
+    def table(self, table: str, columns: pa.Schema, until: int, only: Sequence[str] | None = None) -> pa.Table:
+        """The sealed events of a small table up to a sequence, of some rollouts or of all."""
+        asked = pa.schema([pa.field("sequence", pa.int64()), pa.field("rollout_id", pa.string()), *columns])
+        wanted = pa.schema({field.name: field for field in asked}.values())
+        files = [file for file in self.archive.files[table] if file.low <= until]
+        found = pa.concat_tables([self.archive.lines(file, wanted) for file in files] or [wanted.empty_table()])
+        counts = pc.less_equal(found["sequence"], until)
+        if only is not None:
+            counts = pc.and_(counts, pc.is_in(found["rollout_id"], pa.array(only, pa.string())))
+        return found.filter(counts).select(columns.names)
+
+    def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int]]:
+        """Of each rollout that has sealed calls up to a sequence: how many, the lowest, the highest."""
+        where = self._where
+        found: dict[str, tuple[int, int, int]] = {}
+        for rollout_id in where.stretches if only is None else only:
+            parts = [self._sequences(each) for each in where.stretches.get(rollout_id, ())]
+            if parts:
+                sequence = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                sequence = sequence[sequence <= until]
+                if len(sequence):
+                    found[rollout_id] = (len(sequence), int(sequence.min()), int(sequence.max()))
+        return found
+
+    def calls(self, rollouts: Sequence[str], columns: pa.Schema, until: int) -> pa.Table:
+        """Columns of the sealed calls of these rollouts up to a sequence."""
+        wanted: dict[int, list[Stretch]] = {}
+        for rollout_id in rollouts:
+            for each in self._where.stretches.get(rollout_id, ()):
+                wanted.setdefault(each.file, []).append(each)
+        parts: list[pa.Table] = []
+        for file, stretches in sorted(wanted.items()):
+            lines = self.archive.lines(self._files[file], columns)
+            edges = [(each.start, each.end) for each in sorted(stretches, key=lambda each: each.start)]
+            if edges[-1][1] - edges[0][0] == sum(end - start for start, end in edges):
+                parts.append(lines.slice(edges[0][0], edges[-1][1] - edges[0][0]))
+            else:
+                parts += [lines.slice(start, end - start) for start, end in edges]
+        found = pa.concat_tables(parts) if parts else columns.empty_table()
+        return found.filter(pc.less_equal(found["sequence"], until))
+
+    def holds(self, sequences: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these calls are sealed."""
+        held: npt.NDArray[np.bool_] = self._places(sequences) >= 0
+        return held
+
+    def arrays(self, sequences: Ints) -> tuple[list[memoryview], list[memoryview]]:
+        """Token ids and log-probabilities of these sealed calls, in their order, as views."""
+        places = self._places(sequences)
+        token_ids: list[memoryview] = [memoryview(b"")] * len(places)
+        logprobs = [*token_ids]
+        file_of = np.searchsorted(self._where.first, places, side="right") - 1
+        for file in np.unique(file_of).tolist():
+            block = self.block(file)
+            tokens, scores = memoryview(block.token_ids.data), memoryview(block.logprobs.data)
+            mine = np.flatnonzero(file_of == file)
+            lines = places[mine] - self._where.first[file]
+            edges = [
+                each[lines + more].tolist() for each in (block.token_edges, block.logprob_edges) for more in (0, 1)
+            ]
+            for at, low, high, score_low, score_high in zip(mine.tolist(), *edges, strict=True):
+                token_ids[at] = tokens[low:high]
+                logprobs[at] = scores[score_low:score_high]
+        return token_ids, logprobs
+
+    def block(self, file: int) -> Block:
+        """The arrays of a file, which is proven to be the one that was sealed."""
+        if file not in self._blocks:
+            sealed = self._files[file]
+            lines = self.archive.lines(sealed, _ARRAYS, self.archive.whole(sealed))
+            token_ids, token_edges = _end_to_end(lines["token_ids"])
+            logprobs, logprob_edges = _end_to_end(lines["logprobs"])
+            self._blocks[file] = Block(
+                sequence=lines["sequence"].to_numpy(),
+                token_ids=token_ids,
+                token_edges=token_edges,
+                logprobs=logprobs,
+                logprob_edges=logprob_edges,
+            )
+            while len(self._blocks) > _BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(file)
+        return self._blocks[file]
+
+    @cached_property
+    def _where(self) -> _Where:
+        sequences: list[Ints] = []
+        stretches: dict[str, list[Stretch]] = {}
+        for place, file in enumerate(self._files):
+            lines = self.archive.lines(file, _WHERE)
+            sequences.append(lines["sequence"].to_numpy())
+            names = lines["rollout_id"].combine_chunks().dictionary_encode()
+            codes = names.indices.to_numpy()
+            begins = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+            shown = names.dictionary.take(pa.array(codes[begins])).to_pylist()
+            for rollout_id, (start, end) in zip(shown, pairwise([*begins.tolist(), len(codes)]), strict=True):
+                stretches.setdefault(rollout_id, []).append(Stretch(file=place, start=start, end=end))
+        sequence = np.concatenate(sequences) if sequences else np.zeros(0, np.int64)
+        return _Where(
+            sequence=sequence,
+            first=np.append(0, np.cumsum([file.lines for file in self._files])).astype(np.int64),
+            stretches=stretches,
+            ascending=np.argsort(sequence, kind="stable"),
+        )
+
+    def _sequences(self, stretch: Stretch) -> Ints:
+        begin = self._where.first[stretch.file]
+        return self._where.sequence[begin + stretch.start : begin + stretch.end]
+
+    def _places(self, sequences: Ints) -> Ints:
+        """Where in all files these calls lie; -1 for one that is not sealed."""
+        where = self._where
+        if not len(where.sequence):
+            return np.full(len(sequences), -1)
+        at = np.searchsorted(where.sequence, sequences, sorter=where.ascending)
+        place = where.ascending[np.minimum(at, len(where.ascending) - 1)]
+        return np.where(where.sequence[place] == sequences, place, -1)
+
+
+def _end_to_end(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """A binary column as one buffer, and where its values begin and end in it."""
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    _, edges, data = array.buffers()
+    whole = np.frombuffer(data if data is not None else b"", np.uint8)
+    return whole, np.frombuffer(edges, np.int32)[array.offset : array.offset + len(array) + 1]
