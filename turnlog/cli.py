@@ -21,7 +21,20 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.markup import escape
 
-from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, notes, opened, print_json, progress_bar, table_of
+from turnlog.archive import archive
+from turnlog.console import (
+    Archived,
+    AsJson,
+    AsOf,
+    Db,
+    ExcludeRole,
+    Rule,
+    notes,
+    opened,
+    print_json,
+    progress_bar,
+    table_of,
+)
 from turnlog.copying import copy_log
 from turnlog.db import db
 from turnlog.history import replay_history
@@ -38,6 +51,7 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
+app.command(epilog="Example: [bold]turnlog archive --before 2026-11-01 --to s3://bucket/turnlog[/]")(archive)
 db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(
     copy_log
 )
@@ -263,6 +277,7 @@ def rows(
     rule: Rule = "completed",
     exclude_role: ExcludeRole = None,
     as_of: AsOf = None,
+    archive: Archived = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -285,6 +300,7 @@ def rows(
             selection,
             rollouts=rollout,
             position=None if as_of is None else Position.parse(as_of),
+            archive=archive,
             progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
         )
         found = consume(parts, selection)

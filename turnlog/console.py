@@ -30,6 +30,12 @@ ExcludeRole = Annotated[
     list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
 ]
 AsOf = Annotated[str | None, typer.Option(metavar="POSITION", help="The log as it was at this position. Default: now.")]
+Archived = Annotated[
+    str | None,
+    typer.Option(
+        "--archive", metavar="URL", help="Read with the log as one. Default: $TURNLOG_ARCHIVE; empty for the log alone."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
 
 

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from rich.console import Console
 from sqlalchemy import Engine
 
+from turnlog.archive import drop_partition
 from turnlog.console import AsJson, Db, notes, opened, print_json, shown, table_of
 
 db = typer.Typer(no_args_is_help=True, help="Bring a log to this release's schema, and check it.")
@@ -67,6 +68,12 @@ def downgrade(
         typer.confirm(f"Take {shown(database)} back to schema revision {revision}?", abort=True, err=True)
     undone = migrate.downgrade(database, revision, lose=yes)
     Console(soft_wrap=True).print(f"{shown(database)} is at schema revision {revision} (took back {', '.join(undone)})")
+
+
+db.command(
+    "drop-partition",
+    epilog="Example: [bold]turnlog db drop-partition model_call_20261001 --archive s3://bucket/turnlog[/]",
+)(drop_partition)
 
 
 @db.command(epilog="Example: [bold]turnlog db history[/]")
@@ -135,7 +142,7 @@ def partition(
 
     now = datetime.now(UTC)
     with opened(url) as database:
-        _require_postgres(database, "partitions", "it is one file, which `turnlog archive` reads as it is")
+        require_postgres(database, "partitions", "it is one file, which `turnlog archive` reads as it is")
         if as_sql:
             with read(database) as connection:
                 sys.stdout.write(partitions.as_sql(partitions.missing(connection, now, every, ahead)))
@@ -164,7 +171,7 @@ def partitions(url: Db = None, as_json: AsJson = False) -> None:
     from store.partitions import listed
 
     with opened(url) as database:
-        _require_postgres(database, "partitions", "it is one file")
+        require_postgres(database, "partitions", "it is one file")
         with read(database) as connection:
             found = listed(connection)
     rows: list[dict[str, JsonValue]] = [
@@ -210,7 +217,7 @@ def grant(
     chosen = Roles(worker=worker, trainer=trainer, auditor=auditor)
     chosen = ALL if chosen == Roles() else chosen
     with opened(url) as database:
-        _require_postgres(database, "roles", "protect its file by the rights of the file system")
+        require_postgres(database, "roles", "protect its file by the rights of the file system")
         if as_sql:
             with read(database) as connection:
                 sys.stdout.write(sql_of(connection, chosen))
@@ -222,7 +229,8 @@ def grant(
     Console(soft_wrap=True).print(f"{names} may do what they need: make logins members with `grant ROLE to LOGIN`")
 
 
-def _require_postgres(database: Engine, what: str, instead: str) -> None:
+def require_postgres(database: Engine, what: str, instead: str) -> None:
+    """Refuse what only PostgreSQL has, and say what to do instead."""
     from store.errors import NeedsPostgres
 
     if database.dialect.name == "sqlite":

@@ -14,7 +14,7 @@ import typer
 from pydantic import JsonValue
 from rich.console import Console
 
-from turnlog.console import AsJson, AsOf, Db, ExcludeRole, Rule, opened, print_json, progress_bar
+from turnlog.console import Archived, AsJson, AsOf, Db, ExcludeRole, Rule, opened, print_json, progress_bar
 
 if TYPE_CHECKING:
     from replay.objective import CorrectionKind
@@ -48,6 +48,7 @@ def replay_history(
     rule: Rule = "completed",
     exclude_role: ExcludeRole = None,
     as_of: AsOf = None,
+    archive: Archived = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -79,6 +80,7 @@ def replay_history(
             database,
             selection,
             position=position,
+            archive=archive,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
         asked = Run(
@@ -94,7 +96,7 @@ def replay_history(
             token_budget=token_budget,
             correction=weighed,
         )
-        drawn = Steps(asked, found, provenance.trained(database, found.position.trained))
+        drawn = Steps(asked, found, provenance.trained(database, found.position.trained, archive=archive))
         numbers = Numbers(found, drawn)
         folder = None if out is None else Folder(out, drawn)
         facts: list[dict[str, JsonValue]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from sqlalchemy import Engine, text
 
 from replay import provenance
 from replay.archive import Archive, columns_of, open_archive, parquet
-from replay.errors import ArchiveDamaged, ArchiveUnavailable, OtherLog, SealTaken
+from replay.dropping import drop_archived
+from replay.errors import ArchiveDamaged, ArchiveUnavailable, NotArchived, OtherLog, SealTaken
 from replay.rowset import build, outlined, stream
 from replay.sealing import Sealed, seal, verify
 from replay.selection import Selection
-from store import migrate, schema
+from store import migrate, partitions, schema
 from store.database import open_database
-from store.events import CallAdmitted, CallEnded, Event, RolloutOpened, RolloutScored, RowTrained, uuid7
+from store.events import CallAdmitted, CallCompleted, CallEnded, Event, RolloutOpened, RolloutScored, RowTrained, uuid7
+from store.exclusive import exclusively
 
 Remember = Callable[[Engine, Iterable[Event]], None]
 NEVER = 2**62
@@ -367,3 +370,30 @@ def test_any_store_of_fsspec_will_do(sqlite_database: Engine, history: list[Even
     assert not [name for name in names if name.endswith(".part")]
     with pytest.raises(ArchiveUnavailable, match="nowhere"):
         open_archive("nowhere://archive")
+
+
+@pytest.mark.postgres
+def test_an_archived_partition_goes_and_the_rows_stay(
+    postgres_database: Engine, history: list[Event], remember: Remember, chain_maker: Any, url: str
+) -> None:
+    remember(postgres_database, history)
+    before = build(postgres_database)
+    call = next(event for event in history if isinstance(event, CallCompleted))
+    period = datetime.fromtimestamp((call.call_id.int >> 80) / 1000, UTC)
+    with exclusively(postgres_database) as connection:
+        assert not partitions.make(connection, partitions.wanted(period, "month", 0), adopt=True)
+    name = f"model_call_{period:%Y%m}01"
+    sealed(postgres_database, url, write=True)
+    late = chain_maker(rollout_id="late")
+    remember(postgres_database, late)
+    with exclusively(postgres_database) as connection, pytest.raises(NotArchived, match="3 of its 30 events"):
+        drop_archived(connection, open_archive(url), name)
+    sealed(postgres_database, url, name="second")
+    now = build(postgres_database)
+    with exclusively(postgres_database) as connection:
+        dropped = drop_archived(connection, open_archive(url), name)
+        connection.commit()
+    assert dropped.events == 30
+    assert not build(postgres_database).rows
+    assert build(postgres_database, archive=url).digest() == now.digest()
+    assert build(postgres_database, archive=url, position=before.position).digest() == before.digest()
