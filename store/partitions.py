@@ -9,7 +9,7 @@ Periods are days, weeks or months of UTC. One that begins amid what is there alr
 >>> [str(start.date()) for start in _edges(monday, "month", 2)]
 ['2026-11-01', '2026-12-01', '2027-01-01', '2027-02-01']
 >>> floor(monday)
-UUID('019ad1d8-e400-0000-0000-000000000000')
+UUID('01a229c0-5400-0000-0000-000000000000')
 """
 
 from __future__ import annotations

@@ -70,6 +70,11 @@ def test_every_command_explains_itself_with_an_example(run: Run) -> None:
         ["db", "upgrade"],
         ["db", "current"],
         ["db", "check"],
+        ["db", "downgrade"],
+        ["db", "history"],
+        ["db", "partition"],
+        ["db", "partitions"],
+        ["db", "grant"],
         ["db", "drain"],
     ):
         found = run(*command, "--help")
