@@ -105,7 +105,7 @@ def replay_history(
         for step in range(first_step, first_step + steps):
             facts.append(numbers.of(step))
             if folder is not None or record:
-                filled = drawn.rows(database, step)
+                filled = drawn.rows(database, step, archive=archive)
                 damaged |= {each.rollout_id: each for each in filled.refusals.rollouts}
                 if folder is not None:
                     folder.write(step, filled)
