@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench chaos
 
 demo: $(READY)
 	$(RUN)/turnlog demo
@@ -19,6 +19,10 @@ check: $(READY)
 	$(RUN)/mypy
 	$(RUN)/pyright
 	$(RUN)/lint-imports
+
+# Kills servers, engines and databases under working agents, then proves the log; bounded to 15 minutes. SEED=n repeats one.
+chaos: $(READY)
+	$(RUN)/python -m tests.chaos.run $(if $(SEED),--seed $(SEED))
 
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN)/python "$$script"; done
