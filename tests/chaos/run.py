@@ -531,6 +531,7 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=780)
     arguments.add_argument("--short", action="store_true", help="only one phase, with light servers")
     chosen = arguments.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # also into a file each line is there when it is said
     seed = random.SystemRandom().randrange(10**6) if chosen.seed is None else chosen.seed
     results = run(seed=seed, kills=chosen.kills, seconds=chosen.seconds, short=chosen.short)
     killed = sum(result.kills.total() for result in results)
