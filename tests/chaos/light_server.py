@@ -52,6 +52,7 @@ from engine.dialects.routes import DIALECTS
 
 TICK = 0.004
 """Seconds between two pieces of an answer."""
+BIND_SECONDS = 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +252,15 @@ class Nursery:
 
     async def _serve(self, port: int, link: socket.socket) -> None:
         self._args.host, self._args.port = "127.0.0.1", port
-        listening = create_server_socket(("127.0.0.1", port), reuse_port=False)
+        give_up = time.monotonic() + BIND_SECONDS
+        while True:
+            try:
+                listening = create_server_socket(("127.0.0.1", port), reuse_port=False)
+                break
+            except OSError:  # a client that knocked while nobody was there can hold the port for a moment
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(0.05)
         engine = LightEngine(self._config, renderer_from_config(self._config), link)
         try:
             await (await build_and_serve(engine, f"http://127.0.0.1:{port}", listening, self._args))  # type: ignore[arg-type]

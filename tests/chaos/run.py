@@ -454,7 +454,7 @@ def free_port() -> int:
     """A port that nobody listens at, and that no client gets by chance while the server is away."""
     while True:
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 30_000)))
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 15_000)))
             return int(probe.getsockname()[1])
 
 
