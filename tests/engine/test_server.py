@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from store import log
 from store.database import read
-from store.events import CallCompleted, CallEnded, logprob_array, token_array
+from store.events import CallAdmitted, CallCompleted, CallEnded, logprob_array, token_array
 from store.lineage import chain_tokens
 
 MODEL = "demo"
@@ -47,6 +47,11 @@ def client_of(server: Any, rollout: str) -> OpenAI:
 def calls_of(server: Any, rollout: str) -> list[CallCompleted]:
     with read(server.database) as connection:
         return log.calls(connection, rollout)
+
+
+def intents_of(server: Any, rollout: str) -> list[CallAdmitted]:
+    with read(server.database) as connection:
+        return log.intents(connection, rollout)
 
 
 def ends_of(server: Any, rollout: str, *, count: int = 1) -> list[CallEnded]:
@@ -290,8 +295,19 @@ def test_a_client_that_leaves_a_plain_call_leaves_an_abandoned_call(server: Any)
         "ignore_eos": True,
         **SILENT,
     }
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.address}/rollouts/left-plain/v1/chat/completions", json=body, timeout=2)
+
+    async def leave_once_admitted() -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+            url = f"{server.address}/rollouts/left-plain/v1/chat/completions"
+            asked = asyncio.create_task(client.post(url, json=body))
+            while not intents_of(server, "left-plain"):
+                assert not asked.done(), asked.result().text
+                await asyncio.sleep(0.05)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(leave_once_admitted())
     (end,) = ends_of(server, "left-plain")
     assert (end.state, calls_of(server, "left-plain")) == ("abandoned", [])
 
