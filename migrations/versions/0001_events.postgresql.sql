@@ -236,18 +236,22 @@ alter table trained_row enable always trigger trained_row_no_truncate;
 
 -- A call ends once: completed or otherwise. Ends wait for the completions in flight, so that neither overlooks the other;
 -- completions do not wait for one another.
-create function refuse_second_end() returns trigger language plpgsql as $$
+create function refuse_second_end() returns trigger language plpgsql
+set plan_cache_mode = force_custom_plan  -- a plan for any id would lock every partition, and hold up the making of new ones
+as $$
+declare
+  ended uuid := new.call_id;  -- a field of NEW is not known when partitions are chosen: all would be locked
 begin
   if tg_argv[0] = 'completed' then
     perform pg_advisory_xact_lock_shared(hashtext('turnlog'), hashtext('call_end'));
-    if exists (select 1 from call_end where call_id = new.call_id) then
-      raise exception 'call % has already ended without an answer', new.call_id
+    if exists (select 1 from call_end where call_id = ended) then
+      raise exception 'call % has already ended without an answer', ended
         using errcode = 'integrity_constraint_violation';
     end if;
   else
     perform pg_advisory_xact_lock(hashtext('turnlog'), hashtext('call_end'));
-    if exists (select 1 from model_call where call_id = new.call_id) then
-      raise exception 'call % is already completed', new.call_id
+    if exists (select 1 from model_call where call_id = ended) then
+      raise exception 'call % is already completed', ended
         using errcode = 'integrity_constraint_violation';
     end if;
   end if;
