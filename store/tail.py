@@ -156,14 +156,16 @@ def read(
             if len(ahead[kind]) == limit:
                 until[part] = ahead[kind][-1].sequence
     orderable: Mapping[Kind, Sequence[_Waiting]] = _orderable(ahead, until)
-    if not any(orderable.values()):  # what was not logged in order, such as calls before their intents, is told as well
-        orderable = {kind: _first(events, known) for kind, events in ahead.items()}
+    if not any(orderable.values()) and not _unsettled(ahead, known):
+        # They wait for one another: what was not logged in order, such as calls before their intents, is told as well.
+        orderable = {kind: events[:1] for kind, events in ahead.items()}
     return _merged(orderable, until, after, limit)
 
 
-def _first(events: Sequence[_Waiting], known: Mapping[str, int]) -> Sequence[_Waiting]:
-    """The first event, if all that it needs is settled."""
-    return [event for event in events[:1] if all(known[part] >= need for part, need in event.needs.items())]
+def _unsettled(ahead: Mapping[Kind, Sequence[_Waiting]], known: Mapping[str, int]) -> bool:
+    """Whether the next event of some kind needs one that is not settled yet: once it is, the order is clear."""
+    heads = [events[0] for events in ahead.values() if events]
+    return any(known[part] < need for head in heads for part, need in head.needs.items())
 
 
 def _table(kind: Kind) -> Any:

@@ -26,14 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ |= {
-    "VLLM_PLUGINS": "turnlog",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",  # it is forked
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
+if __name__ == "__main__":  # before vLLM reads them
+    os.environ |= {
+        "VLLM_PLUGINS": "turnlog",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # it is forked
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
