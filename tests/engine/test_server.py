@@ -454,6 +454,16 @@ def test_a_log_that_cannot_be_written_stops_a_call_before_it_costs_a_token(serve
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0
     assert calls_of(server, "locked") == []
+    wait_until_served(server)
+
+
+def wait_until_served(server: Any) -> None:
+    """The server asks a log that was away once a second whether it is back."""
+    for _ in range(50):
+        if httpx.post(f"{server.address}/rollouts/again/v1/chat/completions", json=hello(max_tokens=1)).is_success:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the log is back, and calls are still refused after 5 seconds")
 
 
 def test_kill_9_in_mid_stream_leaves_the_intent_and_no_half_event(server: Any) -> None:

@@ -92,7 +92,14 @@ def test_what_cannot_be_followed_is_refused(
 def test_a_log_is_followed_until_one_stops(sqlite_database: Engine, sqlite_url: str, chain_maker: Any) -> None:
     remember(sqlite_database, history(chain_maker, "r1"))
     command = [sys.executable, "-m", "turnlog", "tail", "-f", "--db", sqlite_url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs pytest in the background has it, and what it starts, ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         assert process.stdout is not None
         told = [json.loads(process.stdout.readline()) for _ in range(4)]
