@@ -44,7 +44,7 @@ from turnlog.demo.model import build_model
 from turnlog.demo.server import ENVIRONMENT, NAME, RunningServer, start_server
 
 TURNS = (5, 50, 200)
-REPEATED = {5: 5}
+REPEATED = {5: 15}
 """Runs whose median counts, where one is short enough for chance to matter."""
 WARM_TURNS = 4
 """Before any clock starts, on both paths: a captured call proves its template's shape once, and stock vLLM also has
@@ -52,8 +52,8 @@ things that only its first requests pay for."""
 LOGS = ("sqlite", "postgresql")
 POINTS = (5, 50, 200, 500)
 REPEATS = 40
-CONTEXT = 65536
-"""Tokens; four times what the demo's model says of itself, which is as good at it as at any other length."""
+CONTEXT = 131072
+"""Tokens; eight times what the demo's model says of itself, which is as good at it as at any other length."""
 SAID = "Go on, and say what comes next in this story of ours, please."
 
 
@@ -69,7 +69,7 @@ class Case:
     """Fewer at 200 turns, where attending to so long a history makes one run take many minutes."""
 
 
-CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(sampled=32, said=10, rollouts_of_200=4)}
+CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(sampled=32, said=10, rollouts_of_200=2)}
 
 
 def main() -> None:
