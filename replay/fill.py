@@ -83,7 +83,7 @@ def fill(chains: Chains, payloads: Iterable[Payloads]) -> Filled:
         chains=chains,
         offset=offset,
         token_ids=np.frombuffer(b"".join([arrays.token_ids[at] for at in line]), "<i4"),
-        loss_mask=_mask(chains, sampled, int(offset[-1])),
+        loss_mask=_mask(chains),
         logprobs=logprobs,
         refused=(),
     )
@@ -165,13 +165,12 @@ def _stored(wanted: list[int], payloads: Iterable[Payloads]) -> Payloads:
     return found
 
 
-def _mask(chains: Chains, sampled: Ints, size: int) -> Flags:
+def _mask(chains: Chains) -> Flags:
     """[T] true on the sampled tokens of the calls that train in their row."""
-    trains = chains.trains & (chains.piece.ints("sampled_len")[chains.call] > 0)
-    steps = np.zeros(size + 1, np.int8)
-    steps[sampled[trains]] += 1
-    steps[(sampled + chains.piece.ints("sampled_len")[chains.call])[trains]] -= 1
-    return np.cumsum(steps[:-1], out=steps[:-1]).view(np.bool_)
+    piece, call = chains.piece, chains.call
+    sampled = piece.ints("sampled_len")[call]
+    lengths = np.stack([piece.delta_len[call] - sampled, sampled], axis=1)
+    return np.repeat(np.stack([np.zeros_like(chains.trains), chains.trains], axis=1).ravel(), lengths.ravel())
 
 
 def _without(filled: Filled, why: Mapping[int, tuple[str, str]]) -> Filled:

@@ -3,8 +3,8 @@
 Knows the files and the spelling of parameters; does not know what a query means or who runs it.
 Law: SQL lives in files, each statement under `-- name: NAME` and a sentence, and is never built from strings.
 
-A file `X.sql` serves every database, `X.sqlite.sql` and `X.postgresql.sql` the one they name. Files write parameters as
-`:tip`; DuckDB wants `$tip`, PostgreSQL's own protocol `$1`, and SQLite and SQLAlchemy take them as they are.
+Files write parameters as `:tip`; DuckDB wants `$tip`, PostgreSQL's own protocol `$1`, and SQLite and SQLAlchemy take
+them as they are. They open a parameter that is a JSON array as `json_each(:only)`, a table of `value`, as SQLite does.
 
 >>> "$max_depth" in query("chain")
 True
@@ -21,19 +21,21 @@ from importlib.resources import files
 from typing import Literal
 
 from replay.errors import UnknownQuery
+from store.statements import named
 
 Dialect = Literal["duckdb", "sqlalchemy", "sqlite", "postgresql"]
 
-_NAME = re.compile(r"^-- name: *(\w+) *$", re.MULTILINE)
 _PARAMETER = re.compile(r"(?<![:\w]):(\w+)")  # not the second colon of a cast
-_OWN = (".sqlite.sql", ".postgresql.sql")
+_ARRAY = re.compile(r"json_each\((:\w+)\)")
 
 
 def query(name: str, dialect: Dialect = "duckdb") -> str:
     """The text of one named query, ready for its database."""
-    known = _known(dialect)
+    known = _known()
     if name not in known:
         raise UnknownQuery(name, known)
+    if dialect == "postgresql":
+        return _ARRAY.sub(r"json_array_elements_text(cast(\1 as json)) as listed(value)", known[name])
     return _PARAMETER.sub(r"$\1", known[name]) if dialect == "duckdb" else known[name]
 
 
@@ -53,10 +55,8 @@ def numbered(text: str) -> Numbered:
 
 
 @cache
-def _known(dialect: Dialect) -> dict[str, str]:
-    known: dict[str, str] = {}
+def _known() -> dict[str, str]:
+    found: dict[str, str] = {}
     for file in sorted(files("replay").joinpath("sql").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(f".{dialect}.sql") or (file.name.endswith(".sql") and not file.name.endswith(_OWN)):
-            _, *named = _NAME.split(file.read_text(encoding="utf-8"))
-            known.update(zip(named[::2], (text.strip() for text in named[1::2]), strict=True))
-    return known
+        found |= named(file.read_text(encoding="utf-8"))
+    return found

@@ -83,6 +83,6 @@ class Unpacker:
             whole = self._zstd.multi_decompress_to_buffer(cast("Any", packed), threads=_THREADS)
         except (zstandard.ZstdError, ValueError) as error:  # ValueError: a frame that does not say its size
             raise DamagedArray(str(error)) from error
-        # A segment has the buffer protocol, which its types do not say.
-        views = (memoryview(cast("bytes", whole[at])) for at in range(len(whole)))
-        return [next(views) if codec == ZSTD else array for codec, array in zip(codecs, data, strict=True)]
+        # A segment has a length and the buffer protocol, which its types do not say.
+        segments = iter(cast("Sequence[memoryview]", whole))
+        return [next(segments) if codec == ZSTD else array for codec, array in zip(codecs, data, strict=True)]

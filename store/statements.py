@@ -19,5 +19,14 @@ _NAME = re.compile(r"^-- name: *(\w+) *$", re.MULTILINE)
 @cache
 def statements(file: str) -> dict[str, str]:
     """The statements of one file, by their names."""
-    _, *named = _NAME.split((files("store") / "sql" / f"{file}.sql").read_text(encoding="utf-8"))
-    return {name: text.strip().rstrip(";") for name, text in zip(named[::2], named[1::2], strict=True)}
+    return named((files("store") / "sql" / f"{file}.sql").read_text(encoding="utf-8"))
+
+
+def named(text: str) -> dict[str, str]:
+    r"""The statements of a text, by their names.
+
+    >>> named("-- What for.\n\n-- name: one\n-- The number.\nselect 1;")
+    {'one': '-- The number.\nselect 1'}
+    """
+    _, *parts = _NAME.split(text)
+    return {name: statement.strip().rstrip(";") for name, statement in zip(parts[::2], parts[1::2], strict=True)}

@@ -26,11 +26,10 @@ def test_every_query_has_a_name_and_a_sentence() -> None:
         assert len(re.findall(r"^-- name: \w+\n-- [A-Z]", text, re.MULTILINE)) == text.count("-- name:") > 0, file.name
 
 
-def test_a_query_in_two_wordings_goes_to_the_database_that_the_file_names() -> None:
-    assert "json_each" in query("calls_of", "sqlite")
-    assert "json_array_elements_text" in query("calls_of", "postgresql")
-    with pytest.raises(UnknownQuery, match="no query is named 'calls_of'"):
-        query("calls_of", "duckdb")
+def test_an_array_is_opened_in_the_words_of_the_database() -> None:
+    assert "select value from json_each(:only)" in query("calls_of", "sqlite")
+    asked = query("calls_of", "postgresql")
+    assert "select value from json_array_elements_text(cast(:only as json)) as listed(value)" in asked
 
 
 def test_parameters_are_numbered_where_they_first_appear() -> None:
