@@ -10,6 +10,8 @@
     ├── CorpusTooSmall      this Python ships too little source text for the demo's tokenizer
     ├── BadSql              the log refused a query
     ├── NotTabular          a query's answer fits no Parquet file
+    ├── NoTokenizer         the text of tokens was asked for, and their tokenizer is not at hand
+    ├── NoBoundary          a call to compare with an earlier one is none that begins a row
     ├── FolderTaken         the demo's folder holds other files
     └── DemoFailed          the demo found something that turnlog promises not to happen
         └── ServerFailed    the model server did not start, or ended during the demo
@@ -113,6 +115,29 @@ class NotTabular(CommandError):
     def __init__(self, cause: str) -> None:
         super().__init__(
             f"the answer fits no Parquet file, whose columns have one type each ({cause}): cast them in the query"
+        )
+
+
+class NoTokenizer(CommandError):
+    """A tokenizer cannot be opened here."""
+
+    def __init__(self, folder: str, why: str) -> None:
+        self.folder = folder
+        super().__init__(
+            f"there is no tokenizer at {folder!r} ({why}): name the folder of the served model with --tokenizer, or "
+            "leave it out to see which items changed without their texts"
+        )
+
+
+class NoBoundary(CommandError):
+    """A call that is to be compared with an earlier one begins no row, or is not there."""
+
+    def __init__(self, rollout_id: str, call: str, why: str) -> None:
+        self.rollout_id = rollout_id
+        self.call = call
+        super().__init__(
+            f"call {call!r} of rollout {rollout_id!r} {why}: name one that begins a row, by its number or id; "
+            f"`turnlog show {rollout_id}` marks them"
         )
 
 
