@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
-from engine.decide import Continuation, Root
+from engine.decide import Continuation, Root, echoes
 from engine.errors import EngineError
 from engine.items import Answer, Item, answer_key, reasoning_digest, traces
 from store import hashing
@@ -172,7 +172,7 @@ def completed(
             "depth": 0 if parent is None else parent.depth + 1,
             "decision": "root" if parent is None else "continuation",
             "reason": decision.reason,
-            "evidence": dict(decision.evidence),
+            "evidence": {**decision.evidence, "echo": echoes(admission.items)},
             "candidates": decision.candidates,
             "reasoning_policy": admission.policy,
             "summary_hash": hashing.summary_hash(admission.request_hash, key),

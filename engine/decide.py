@@ -36,7 +36,7 @@ True
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -48,6 +48,8 @@ from store import hashing
 from store.events import ItemTrace, ReasoningPolicy
 from store.lineage import KnownCall, TracedCall
 
+ECHOED = 8
+"""Bytes of a key and of a digest that the log keeps of an echo: enough that no two of a rollout are alike by chance."""
 Flag = Literal["reasoning_dropped"]
 """What a continuation tolerated: the served reasoning did not come back, and its tokens are kept in the prompt."""
 
@@ -106,18 +108,28 @@ def candidate_keys(items: Sequence[Item], render_hash: bytes) -> Keys:
     The request's hashes are chained in one pass; answers are hashed once per start, over the last run alone. A request
     with a hosted item has no keys: what of it the prompt shows is not known, so it is never like another.
     """
-    last = next((i for i in reversed(range(len(items))) if items[i].model_authored), None)
-    first = 0 if last is None else last
-    while first > 0 and items[first - 1].model_authored:
-        first -= 1
     chain = [render_hash]
     for item in items:
         chain.append(hashing.extend_request_hash(chain[-1], item.digest))
-    starts: dict[bytes, int] = {}
-    if last is not None and last + 1 < len(items) and _hosted(items) is None:
-        for start in range(first, last + 1):
-            starts[hashing.summary_hash(chain[start], answer_key(items[start : last + 1]))] = start
-    return Keys(starts=starts, last=last, request_hash=chain[-1])
+    starts = {hashing.summary_hash(chain[start], answer_key(run)): start for start, run in _runs(items)}
+    return Keys(starts=starts, last=_last(items), request_hash=chain[-1])
+
+
+def echoes(items: Sequence[Item]) -> list[JsonValue]:
+    """What the log keeps of a request's answer-like end, so that its decision can be derived again from the log.
+
+    One list for each start that `candidate_keys` looks up: the index, the answer key and the digest of the reasoning
+    from there on (null without any), the first 8 bytes of each in hex. Item digests alone would not do: an answer
+    that came back trimmed, or without its thoughts, has other digests than the one that was served.
+    """
+    return [
+        [
+            start,
+            answer_key(run)[:ECHOED].hex(),
+            None if (digest := reasoning_digest(run)) is None else digest[:ECHOED].hex(),
+        ]
+        for start, run in _runs(items)
+    ]
 
 
 def choose(
@@ -140,43 +152,82 @@ def choose(
     if keys.last is None or not found:
         return None
     suffix = keys.last + 1
-    equal: list[KnownCall] = []
-    dropped: list[KnownCall] = []
-    for hit in found:
-        echoed = reasoning_digest(items[keys.starts[hit.summary_hash] : suffix])
-        if echoed == hit.reasoning_digest:
-            equal.append(hit)
-        elif echoed is None:
-            dropped.append(hit)
-    allowed = [*equal, *dropped] if policy == "restore" else equal
-    if not allowed:
-        nearest = _preferred(dropped or found)
-        start = keys.starts[nearest.summary_hash]
+    reasoning = {start: reasoning_digest(items[start:suffix]) for start in {*keys.starts.values()}}
+
+    def ids_back(hit: KnownCall) -> set[str]:
+        return {item.item_id for item in items[keys.starts[hit.summary_hash] : suffix] if item.item_id is not None} & {
+            *hit.answer_item_ids
+        }
+
+    verdict = parent_among(found, lambda hit: reasoning[keys.starts[hit.summary_hash]], policy, ids_back)
+    start = keys.starts[verdict.nearest.summary_hash]
+    if not verdict.continues:
         evidence = {
-            "nearest_call": str(nearest.call_id),
-            "nearest_sequence": nearest.sequence if nearest.sequence < NOT_IN_THE_LOG_YET else None,
+            "nearest_call": str(verdict.nearest.call_id),
+            "nearest_sequence": verdict.nearest.sequence if verdict.nearest.sequence < NOT_IN_THE_LOG_YET else None,
             "first_difference": start,
             "role_here": items[start].role,
-            "role_there": None if nearest.reasoning_digest is None else "reasoning",
-            "reasoning_here": _hex(reasoning_digest(items[start:suffix])),
-            "reasoning_there": _hex(nearest.reasoning_digest),
+            "role_there": None if verdict.nearest.reasoning_digest is None else "reasoning",
+            "reasoning_here": _hex(reasoning[start]),
+            "reasoning_there": _hex(verdict.nearest.reasoning_digest),
         }
-        reason = "reasoning_dropped" if dropped else "reasoning_edited"
+        reason = "reasoning_dropped" if verdict.dropped else "reasoning_edited"
         return Root(reason=reason, evidence=evidence, candidates=len(found))
-    named = [
-        hit
-        for hit in allowed
-        if any(item.item_id in hit.answer_item_ids for item in items[keys.starts[hit.summary_hash] : suffix])
-    ]
-    parent = _preferred(named or allowed)
-    flags: tuple[Flag, ...] = ("reasoning_dropped",) if parent in dropped else ()
+    flags: tuple[Flag, ...] = ("reasoning_dropped",) if verdict.dropped else ()
     return Continuation(
-        parent=parent,
-        start=keys.starts[parent.summary_hash],
+        parent=verdict.nearest,
+        start=start,
         suffix=suffix,
         candidates=len(found),
         flags=flags,
-        evidence={"flags": [*flags]},
+        evidence={"flags": [*flags], **({"named": [*verdict.named]} if verdict.named else {})},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Which of the calls that the keys found is continued, or comes nearest to that."""
+
+    nearest: KnownCall
+    continues: bool
+    dropped: bool
+    """The nearest call's reasoning did not come back."""
+    named: tuple[str, ...] = ()
+    """Item ids that came back, where they decided between several calls."""
+
+
+def parent_among(
+    found: Sequence[KnownCall],
+    reasoning_back: Callable[[KnownCall], bytes | None],
+    policy: ReasoningPolicy,
+    ids_back: Callable[[KnownCall], Collection[str]],
+) -> Verdict:
+    """Steps 4 and 5 on what is known of the echo of each call found, at least one.
+
+    Args:
+        found: calls whose keys were found.
+        reasoning_back: digest, or its beginning, of the reasoning that came back where that call's answer would stand.
+        policy: what reasoning that did not come back means.
+        ids_back: which of the call's item ids came back.
+    """
+    equal: list[KnownCall] = []
+    dropped: list[KnownCall] = []
+    for hit in found:
+        back = reasoning_back(hit)
+        if back is None:
+            (equal if hit.reasoning_digest is None else dropped).append(hit)
+        elif hit.reasoning_digest is not None and hit.reasoning_digest[: len(back)] == back:
+            equal.append(hit)
+    allowed = [*equal, *dropped] if policy == "restore" else equal
+    if not allowed:
+        return Verdict(nearest=_preferred(dropped or found), continues=False, dropped=bool(dropped))
+    named = [hit for hit in allowed if ids_back(hit)]
+    nearest = _preferred(named or allowed)
+    return Verdict(
+        nearest=nearest,
+        continues=True,
+        dropped=nearest in dropped,
+        named=tuple(sorted({each for hit in named for each in ids_back(hit)})) if len(allowed) > 1 else (),
     )
 
 
@@ -381,6 +432,23 @@ def _difference(position: int, here: Sequence[ItemTrace | Item], there: ItemTrac
         "role_there": None if there is None else there.role,
         "digest_there": None if there is None else there.digest.hex(),
     }
+
+
+def _last(items: Sequence[Item]) -> int | None:
+    """Index of the last model-authored item."""
+    return next((i for i in reversed(range(len(items))) if items[i].model_authored), None)
+
+
+def _runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
+    """Every start in the last run of model-authored items, with what is from there on; none with nothing behind it."""
+    last = _last(items)
+    if last is None or last + 1 == len(items) or _hosted(items) is not None:
+        return
+    first = last
+    while first > 0 and items[first - 1].model_authored:
+        first -= 1
+    for start in range(first, last + 1):
+        yield start, items[start : last + 1]
 
 
 def _hosted(items: Sequence[Item]) -> int | None:
