@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Connection, Dialect, Select, Table, exists, select, tuple_
+from sqlalchemy import Connection, Dialect, Select, Table, exists, func, select, tuple_
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
@@ -136,6 +136,22 @@ def pending(connection: Connection, *, worker: str | None = None) -> list[CallAd
         .order_by(intent.c.sequence)
     )
     return _read(connection, CallAdmitted, statement if worker is None else statement.where(intent.c.worker == worker))
+
+
+def unfinished(connection: Connection, rollouts: Sequence[str] | None = None) -> dict[str, int]:
+    """How many calls of these rollouts, or of all, did not complete: by how they ended, and those that are pending."""
+    intent, end = schema.call_intent, schema.call_end
+    ended = select(end.c.state, func.count()).group_by(end.c.state).order_by(end.c.state)
+    pending = (
+        select(func.count())
+        .select_from(intent)
+        .where(~exists().where(schema.model_call.c.call_id == intent.c.call_id))
+        .where(~exists().where(end.c.call_id == intent.c.call_id))
+    )
+    if rollouts is not None:
+        ended, pending = ended.where(end.c.rollout_id.in_(rollouts)), pending.where(intent.c.rollout_id.in_(rollouts))
+    counts = {str(state): int(count) for state, count in connection.execute(ended)}
+    return counts | {"pending": left} if (left := connection.scalar(pending)) else counts
 
 
 def _check_calls(connection: Connection, batch: Sequence[CallCompleted], known: Mapping[UUID, Tip]) -> None:

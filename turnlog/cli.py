@@ -288,6 +288,8 @@ def rows(
     from replay.rowset import stream
     from replay.selection import Selection
     from replay.source import Position
+    from store import log
+    from store.database import read
     from turnlog.summary import again, summary, summary_tables, writer
 
     if out is not None and not out.absolute().parent.is_dir():
@@ -304,12 +306,16 @@ def rows(
             progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
         )
         found = consume(parts, selection)
+        with read(database) as connection:
+            unfinished = log.unfinished(connection, rollout)
     if as_json:
-        print_json({**summary(found), "out": None if out is None else str(out)})
+        print_json({**summary(found, unfinished), "out": None if out is None else str(out)})
         return
-    for table in summary_tables(found):
+    for table in summary_tables(found, unfinished):
         Console().print(table)
-    Console(soft_wrap=True).print(f"the same rows again, at any time: [bold]{escape(again(found, rollout))}[/]")
+    Console(soft_wrap=True).print(
+        f"the same rows again, at any time: [bold]{escape(again(found, rollout, archive))}[/]"
+    )
     if out is not None:
         Console(soft_wrap=True).print(f"wrote {found.rows} rows to {out}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from rich.table import Table
 from replay.rowset import Part
 from replay.selection import Selection
 from replay.tally import Tally, tally
+from store.database import shown_url
 from turnlog.errors import NoMegatron
 
 Consumer = Callable[[Iterable[Part], Selection], Tally]
@@ -41,14 +42,15 @@ def writer(form: Literal["parquet", "megatron"], out: Path | None) -> Consumer:
     return lambda parts, selection: stream_indexed(parts, out, selection)
 
 
-def summary(found: Tally) -> dict[str, JsonValue]:
-    """The tally as one JSON object."""
+def summary(found: Tally, unfinished: Mapping[str, int]) -> dict[str, JsonValue]:
+    """The tally, and the calls that did not complete, as one JSON object."""
     return {
         "rollouts": found.rollouts,
         "rows": found.rows,
         "tokens": found.tokens,
         "trained_tokens": found.trained,
         "left_out_calls": dict(found.left_out),
+        "unfinished_calls": dict(unfinished),
         "refused_rollouts": [
             {"rollout_id": refusal.rollout_id, "reason": refusal.reason, "detail": refusal.detail}
             for refusal in found.refusals.rollouts
@@ -59,7 +61,7 @@ def summary(found: Tally) -> dict[str, JsonValue]:
     }
 
 
-def again(found: Tally, rollouts: Sequence[str] | None) -> str:
+def again(found: Tally, rollouts: Sequence[str] | None, archive: str | None) -> str:
     """The command that gives the same rows, whatever the log gets from now on; `--db` aside."""
     words = ["turnlog", "rows", "--as-of", str(found.position)]
     if found.selection.rule != "completed":
@@ -68,10 +70,12 @@ def again(found: Tally, rollouts: Sequence[str] | None) -> str:
         words += ["--exclude-role", role]
     for rollout_id in rollouts or ():
         words += ["--rollout", rollout_id]
+    if archive:
+        words += ["--archive", shown_url(archive)]
     return shlex.join(words)
 
 
-def summary_tables(found: Tally) -> Iterator[Table]:
+def summary_tables(found: Tally, unfinished: Mapping[str, int]) -> Iterator[Table]:
     """The tally in numbers, then what gave no row, if anything did."""
     numbers = Table("rollouts", "rows", "tokens", "trained", "position", "sha256")
     counts = (found.rollouts, found.rows, found.tokens, found.trained)
@@ -82,6 +86,11 @@ def summary_tables(found: Tally) -> Iterator[Table]:
         for reason, count in found.left_out.items():
             left_out.add_row(str(count), reason)
         yield left_out
+    if unfinished:
+        without = Table("calls that did not complete", "state")
+        for state, count in unfinished.items():
+            without.add_row(str(count), state)
+        yield without
     if found.refusals.rollouts:
         refused = Table("rollouts refused", "reason", "for example")
         for reason, count in found.refusals.by_reason().items():

@@ -453,6 +453,8 @@ def test_pending_are_the_intents_with_neither_a_call_nor_an_end(database, chain_
         assert log.pending(connection) == [admitted(TWO), admitted(three, worker="w2"), admitted(four)]
         assert log.pending(connection, worker="w1") == [admitted(TWO), admitted(four)]
         assert log.pending(connection, worker="w3") == []
+        assert log.unfinished(connection) == {"abandoned": 1, "pending": 3}
+        assert log.unfinished(connection, ["r2"]) == {}
 
 
 def test_sequences_follow_the_order_of_append(database, chain_maker):

@@ -16,6 +16,7 @@ from sqlalchemy import Engine
 
 from replay.rowset import build
 from store.database import write
+from store.events import CallAdmitted, CallEnded, uuid7
 from store.log import append
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -39,6 +40,25 @@ def test_both_forms_hold_the_rows_that_are_counted(run: Run, log: Engine, sqlite
     assert pq.read_table(tmp_path / "rows.parquet").num_rows == 2
     tokens = IndexedDataset(str(tmp_path / "rows" / "token_ids"))
     assert [item.tolist() for item in tokens] == [row.token_ids.tolist() for row in found.rows]
+
+
+def test_calls_that_did_not_complete_are_counted_by_their_state(run: Run, log: Engine, sqlite_url: str) -> None:
+    one, two = uuid7(7, bytes(10)), uuid7(8, bytes(10))
+    asked = {
+        "rollout_id": "r2",
+        "decision": "root",
+        "reason": "fresh_context",
+        "parent_id": None,
+        "worker": "w",
+        "at": 7,
+    }
+    with write(log) as connection:
+        append(connection, [CallAdmitted.model_validate({"call_id": call_id, **asked}) for call_id in (one, two)])
+        append(connection, [CallEnded(call_id=one, rollout_id="r2", state="lost", reason="killed", at=9)])
+    assert json.loads(run("rows", "--json", "--db", sqlite_url).stdout)["unfinished_calls"] == {"lost": 1, "pending": 1}
+    only = json.loads(run("rows", "--json", "--db", sqlite_url, "--rollout", "r1").stdout)
+    assert only["unfinished_calls"] == {}
+    assert "calls that did not complete" in run("rows", "--db", sqlite_url).stdout
 
 
 def test_a_folder_in_the_place_of_the_file_is_named(run: Run, log: Engine, sqlite_url: str, tmp_path: Path) -> None:
