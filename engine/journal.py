@@ -96,6 +96,7 @@ class Journal:
         self._claim: BinaryIO | None = None
         self._asked: list[_Asked] = []
         self._open: set[str] = set()
+        self._openings: dict[str, int] = {}
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
         self._chain_tokens = 0
 
@@ -242,7 +243,10 @@ class Journal:
 
         def ask() -> list[list[KnownCall]]:
             with read_one(self.database) as connection:
-                return [lineage.find_by_summary(connection, each.rollout_id, each.keys, now=now) for each in asked]
+                return [
+                    lineage.find_by_summary(connection, each.rollout_id, each.keys, now=now, openings=self._openings)
+                    for each in asked
+                ]
 
         def answer(done: asyncio.Future[list[list[KnownCall]]]) -> None:
             error = done.exception()

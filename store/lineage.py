@@ -38,6 +38,8 @@ _KEYS = 4
 """Summary hashes that one statement looks for; most requests have one or two."""
 SLACK = 24 * 3600 * 1_000_000
 """Microseconds by which the clocks of servers may differ."""
+_OPENINGS_KEPT = 100_000
+"""Rollouts whose opening time a worker keeps: 15 MB."""
 _LAST = UUID(int=2**128 - 1)
 
 
@@ -74,17 +76,27 @@ class TracedCall:
 
 
 def find_by_summary(
-    connection: Connection, rollout_id: str, keys: Sequence[bytes], *, now: int | None = None
+    connection: Connection,
+    rollout_id: str,
+    keys: Sequence[bytes],
+    *,
+    now: int | None = None,
+    openings: dict[str, int] | None = None,
 ) -> list[KnownCall]:
     """The rollout's completed calls that have one of these summary hashes, in order of sequence: indexed queries.
 
-    `now` is the time in microseconds; without it PostgreSQL looks into partitions of the future, too.
+    Args:
+        connection: of the log.
+        rollout_id: whose calls.
+        keys: the summary hashes.
+        now: the time in microseconds; without it PostgreSQL looks into partitions of the future, too.
+        openings: when rollouts were opened, in microseconds; what the log says is added, and not asked for again.
     """
     question = _question(connection.dialect.name)
     known: list[KnownCall] = []
     # By the driver itself: each call asks this, and SQLAlchemy would take most of the time.
     with closing(connection.connection.cursor()) as cursor:
-        between = _between(connection, rollout_id, now)
+        between = _between(connection, rollout_id, now, {} if openings is None else openings)
         for at in range(0, len(keys), _KEYS):
             some = [*keys[at : at + _KEYS]]
             some += some[-1:] * (_KEYS - len(some))
@@ -129,7 +141,7 @@ def recent_requests(
     connection: Connection, rollout_id: str, limit: int = 32, *, now: int | None = None
 ) -> list[TracedCall]:
     """The rollout's latest completed calls with the item traces of their whole requests, newest last."""
-    values = {"rollout_id": rollout_id, "calls": limit, **_between(connection, rollout_id, now)}
+    values = {"rollout_id": rollout_id, "calls": limit, **_between(connection, rollout_id, now, {})}
     found = connection.execute(_RECENT_REQUESTS, values).all()
     rows = {row.call_id: row for row in found}
     whole: dict[UUID | None, tuple[ItemTrace, ...]] = {None: ()}
@@ -157,15 +169,22 @@ def recent_requests(
     return recent
 
 
-def _between(connection: Connection, rollout_id: str, now: int | None) -> dict[str, UUID | bytes]:
+def _between(
+    connection: Connection, rollout_id: str, now: int | None, openings: dict[str, int]
+) -> dict[str, UUID | bytes]:
     """Between which ids the rollout's calls lie: `low` to below `high`, as the driver takes them."""
     if connection.dialect.name == "sqlite":  # has no partitions to leave out
         return {"low": bytes(16), "high": _LAST.bytes}
-    with closing(connection.connection.cursor()) as cursor:
-        question = _question(connection.dialect.name)
-        cursor.execute(question.opened_at, [rollout_id])
-        opened = cursor.fetchone()
-    low = uuid7(max(0, opened[0] - SLACK) // 1000, bytes(10)) if opened else UUID(int=0)
+    if rollout_id not in openings:
+        with closing(connection.connection.cursor()) as cursor:
+            cursor.execute(_question(connection.dialect.name).opened_at, [rollout_id])
+            found = cursor.fetchone()
+        if found is not None:
+            if len(openings) >= _OPENINGS_KEPT:
+                openings.clear()
+            openings[rollout_id] = found[0]
+    opened = openings.get(rollout_id)
+    low = UUID(int=0) if opened is None else uuid7(max(0, opened - SLACK) // 1000, bytes(10))
     return {"low": low, "high": _LAST if now is None else uuid7((now + SLACK) // 1000, bytes(10))}
 
 

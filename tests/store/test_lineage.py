@@ -211,6 +211,23 @@ def test_a_look_up_probes_the_partition_of_its_rollout_and_no_other(postgres_dat
 
 
 @pytest.mark.postgres
+def test_an_opening_is_asked_for_once_and_one_that_is_not_there_is_not_kept(postgres_database, chain_maker):
+    (call,) = chain_maker([(5, 5)])
+    openings: dict[str, int] = {}
+    with write(postgres_database) as connection:
+        log.append(connection, [call])
+        lineage.find_by_summary(connection, "r1", [call.summary_hash], openings=openings)
+        assert openings == {}
+        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=call.started_at)])
+        lineage.find_by_summary(connection, "r1", [call.summary_hash], openings=openings)
+        assert openings == {"r1": call.started_at}
+        connection.exec_driver_sql("alter table rollout rename to elsewhere")
+        (found,) = lineage.find_by_summary(connection, "r1", [call.summary_hash], openings=openings)
+        connection.rollback()
+    assert found.call_id == call.call_id
+
+
+@pytest.mark.postgres
 def test_a_chain_and_a_parent_probe_the_partitions_of_their_calls_and_no_other(postgres_database, chain_maker):
     chain = partitioned(postgres_database, chain_maker)
     with read(postgres_database) as connection:
