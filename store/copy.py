@@ -35,8 +35,8 @@ from sqlalchemy import (
     select,
     type_coerce,
 )
-from sqlalchemy.dialects import postgresql
 
+from store.bulk import copy_in
 from store.columns import Place, event_of, place_of, shown_key
 from store.database import read, read_one, write
 from store.errors import DamagedArray, DamagedEvent, NotABeginning, UnknownCodec
@@ -215,22 +215,13 @@ def _add(source: Engine, target: Engine, place: Place, batch: Sequence[Row], *, 
             why = f"{table.name} has sequence {last} by now, which this copy did not write"
             raise _refusal(source, target, why)
         if isinstance(driver, psycopg.Connection):
-            _copy_in(driver, place, batch)
+            # COPY takes sequences as given, where INSERT would override the identity.
+            with driver.cursor() as cursor:
+                copy_in(cursor, table, [*table.c.keys()], (tuple(row.values()) for row in batch))
             moved = func.setval(func.pg_get_serial_sequence(table.name, "sequence"), batch[-1]["sequence"])
             connection.execute(select(moved))
         else:
             connection.execute(_insert(place), [dict(row) for row in batch])
-
-
-def _copy_in(driver: psycopg.Connection[Any], place: Place, batch: Sequence[Row]) -> None:
-    """By COPY, which takes sequences as given, where INSERT would override the identity; triggers hold for it too."""
-    names = [sql.Identifier(name) for name in place.table.c.keys()]  # noqa: SIM118  # a collection of columns
-    words = sql.SQL("copy {} ({}) from stdin (format binary)")
-    statement = words.format(sql.Identifier(place.table.name), sql.SQL(", ").join(names))
-    with driver.cursor() as cursor, cursor.copy(statement) as lines:
-        lines.set_types(_types(place))
-        for row in batch:
-            lines.write_row(tuple(row.values()))
 
 
 @cache
@@ -248,10 +239,3 @@ def _raw(place: Place) -> tuple[ColumnElement[Any], ...]:
         type_coerce(column, Text()).label(column.name) if isinstance(column.type, CanonicalJson) else column
         for column in place.table.c
     )
-
-
-@cache
-def _types(place: Place) -> list[str]:
-    """PostgreSQL's types of the columns."""
-    dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
-    return [column.type.compile(dialect=dialect).lower() for column in place.table.c]

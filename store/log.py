@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from sqlalchemy import Connection, Dialect, Select, Table, exists, func, select, tuple_
@@ -27,6 +27,7 @@ from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import hashing, schema
+from store.bulk import copied_in
 from store.columns import PLACES, Key, Place, event_of, row_of, shown_key
 from store.errors import BrokenLink, EventConflict, LogUnavailable
 from store.events import (
@@ -41,6 +42,8 @@ from store.events import (
 _E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, RolloutScored)
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
+_COPIED, _COPIED_FROM = (CallAdmitted, CallCompleted, CallEnded), 4
+"""Events that are new but for a lost acknowledgement, and from how many on COPY saves more than it asks."""
 _CALL_NAMED = re.compile(r"\bcall ([0-9a-f-]{36})\b")
 """How a trigger of PostgreSQL names the call that it refuses."""
 _NOTHING: Mapping[UUID, Tip] = MappingProxyType({})
@@ -220,8 +223,12 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> Non
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
-            # One by one: PostgreSQL inserts an event while the next one is hashed and compressed.
+            # A row is made while the one before is on its way.
             rows: Any = (statement.parameters(row_of(event)) for event in batch)
+            if connection.dialect.name == "postgresql" and place.event in _COPIED and len(batch) >= _COPIED_FROM:
+                if copied_in(cast("Any", cursor), place.table, [name for name, _ in statement.columns], rows):
+                    return
+                rows = (statement.parameters(row_of(event)) for event in batch)
             cursor.executemany(statement.text, rows)
             inserted = cursor.rowcount
     except (driver.IntegrityError, driver.DataError) as error:

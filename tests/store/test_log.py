@@ -207,6 +207,18 @@ def test_the_same_events_again_change_nothing(database, chain_maker):
     }
 
 
+def test_a_batch_of_which_the_log_has_a_part_gets_the_rest(database, chain_maker):
+    chain = chain_maker([(5, 5)] * 12)
+    append(database, *chain[:3])
+    append(database, *chain)
+    assert stored_calls(database) == chain
+    other = chain[9].model_copy(update={"reason": "other"})
+    later = chain_maker([(5, 5)] * 8, rollout_id="r2")
+    with pytest.raises(EventConflict):
+        append(database, *later, other)
+    assert stored_calls(database) == chain
+
+
 @pytest.mark.parametrize(("event", "other"), OTHER_KINDS, ids=lambda event: event.kind)
 def test_other_content_under_a_known_id_is_refused_and_nothing_of_its_batch_is_kept(
     database, chain_maker, event, other
