@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from sqlalchemy import Connection, Engine, Table, Text, select, text, type_coerce
+from sqlalchemy import ColumnElement, Connection, Engine, Table, Text, select, text, type_coerce
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from replay.archive import Archive, Seal, SealedFile, columns_of, parquet, typed
 from replay.errors import ArchiveDamaged, OtherLog
 from replay.queries import query
-from store import codec, migrate
+from store import codec, migrate, schema
 from store.columns import PLACES, Place, event_of
 from store.database import read, read_one
 from store.schema import CanonicalJson, Id
@@ -51,6 +51,8 @@ _SETTLED = {
     "call_end": "ends",
     "rollout_outcome": "outcomes",
     "trained_row": "trained",
+    "media_object": "objects",
+    "call_media": "media",
 }
 """The part of a position that counts a table's events."""
 _ID = pa.schema({"sequence": pa.int64(), "digest": pa.binary()})
@@ -105,7 +107,8 @@ def seal(
                 lines = known[place.table.name].others(lines)
                 if not lines.num_rows:
                     continue
-                new |= {*lines["rollout_id"].to_pylist()}
+                if "rollout_id" in lines.schema.names:
+                    new |= {*lines["rollout_id"].to_pylist()}
                 events[place.table.name] += lines.num_rows
                 if write:
                     path = f"{place.table.name}/month={part.month}/{number:05}-{name}-{at:04}.parquet"
@@ -225,13 +228,21 @@ def _parts(finished: Sequence[tuple[str, str, int]]) -> Iterator[_Part]:
         yield _Part(rollouts=rollouts, month=month)
 
 
+def _of_rollouts(table: Table, rollouts: Sequence[str]) -> ColumnElement[bool]:
+    """Whether an event is of these rollouts; an object is of all that show it."""
+    if "rollout_id" in table.c:
+        return table.c.rollout_id.in_(rollouts)
+    shown = select(schema.call_media.c.sha256).where(schema.call_media.c.rollout_id.in_(rollouts))
+    return table.c.sha256.in_(shown)
+
+
 def _lines(connection: Connection, table: Table, part: _Part, until: int) -> pa.Table:
     """All columns of the settled events of some rollouts, arrays without their codec."""
     columns = [
         type_coerce(column, Text).label(column.name) if isinstance(column.type, CanonicalJson) else column
         for column in table.c
     ]
-    statement = select(*columns).where(table.c.rollout_id.in_(part.rollouts), table.c.sequence <= until)
+    statement = select(*columns).where(_of_rollouts(table, part.rollouts), table.c.sequence <= until)
     unpack = codec.Unpacker()
     rows: list[dict[str, Any]] = []
     for row in connection.execute(statement).mappings():
@@ -252,6 +263,8 @@ def _lines(connection: Connection, table: Table, part: _Part, until: int) -> pa.
 
 def _ordered(lines: pa.Table, rollouts: Sequence[str]) -> pa.Table:
     """By rollout in their order; calls then by root and depth, so that a chain without branches lies end to end."""
+    if "rollout_id" not in lines.schema.names:
+        return lines.sort_by("sequence")
     sequence = lines["sequence"].to_numpy()
     rollout = pc.index_in(lines["rollout_id"], pa.array(rollouts, pa.string())).to_numpy()
     if "root_id" not in lines.schema.names:

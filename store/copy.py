@@ -50,9 +50,12 @@ _BYTES = 16_000_000
 _FETCH = 100
 """Events that PostgreSQL hands over at once."""
 
-# An intent comes after what became of it: no call of a log that is copied in part looks as if it were still running.
+# An intent comes after what became of it: no call of a log that is copied in part looks as if it were still running,
+# nor as if its media were missing.
 _ORDER = (
     ("rollout_opened", "rollouts"),
+    ("media_stored", "objects"),
+    ("media_shown", "media"),
     ("call_completed", "calls"),
     ("call_ended", "ends"),
     ("call_admitted", "intents"),

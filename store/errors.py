@@ -19,7 +19,11 @@
     ├── NotABeginning       the log to copy to is no earlier copy of the one to copy from
     ├── DamagedEvent        a stored event is not the one that was appended: restore it from a copy
     ├── DamagedArray        stored bytes are not what was written: restore them from a copy
-    └── MediaUnavailable    the place for media bytes cannot be written
+    ├── MediaUnavailable    the place for media bytes cannot be written
+    ├── MediaUnreadable     it cannot be read
+    ├── MediaMissing        an object of it is not there: restore it from a copy
+    ├── MediaDamaged        an object of it holds other bytes than were stored: restore it from a copy
+    └── DamagedTensors      bytes that are no file of tensors: restore them from a copy
 
 Every message gives the value, the rule it breaks and the remedy.
 """
@@ -214,3 +218,34 @@ class MediaUnavailable(LogError):
     def __init__(self, url: str, cause: str) -> None:
         self.url = url
         super().__init__(f"media location {url!r} cannot be written ({cause}): set TURNLOG_MEDIA to a writable place")
+
+
+class MediaUnreadable(LogError):
+    """The media location cannot be read."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        super().__init__(f"media location {url!r} cannot be read ({cause}): set TURNLOG_MEDIA to where this log's are")
+
+
+class MediaMissing(LogError):
+    """The media location has no such object."""
+
+    def __init__(self, url: str, address: bytes) -> None:
+        self.address = address
+        super().__init__(f"media {address.hex()} is not in {url!r}: restore it from a copy, or set TURNLOG_MEDIA")
+
+
+class MediaDamaged(LogError):
+    """An object of the media location is not the one that was stored."""
+
+    def __init__(self, url: str, address: bytes, why: str = "holds other bytes than were stored") -> None:
+        self.address = address
+        super().__init__(f"media {address.hex()} in {url!r} {why}: restore it from a copy")
+
+
+class DamagedTensors(LogError):
+    """Bytes that are no file of tensors."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"media cannot be read as tensors ({cause}): restore them from a copy")

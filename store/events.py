@@ -352,6 +352,77 @@ class CallEnded(_Event):
         return self
 
 
+class MediaStored(_Event):
+    """The tensors that a model server's processor made of an image, a video or a sound, by their content.
+
+    They lie in the media store under this address (`store.tensors` says how). What it says follows from the bytes, so
+    that whoever stores the same again says the same.
+    """
+
+    kind: Literal["media_stored"] = "media_stored"
+    sha256: Digest
+    media_type: Text
+    size: Count
+    tensors: JsonObject
+    """Type and shape of each tensor, by name."""
+
+    @classmethod
+    def example(cls) -> MediaStored:
+        """A small image, for documentation and tests."""
+        tensors: JsonObject = {"pixel_values": ["U8", [4, 12]]}
+        return cls(sha256=bytes(32), media_type="application/x-safetensors", size=128, tensors=tensors)
+
+
+class MediaShown(_Event):
+    """An image, a video or a sound stood in a call's prompt and in no prompt that the call continues."""
+
+    kind: Literal["media_shown"] = "media_shown"
+    call_id: UUID
+    rollout_id: RolloutId
+    place: Count
+    """Its place among the media that are new in this call."""
+    modality: Literal["image", "video", "audio"]
+    sha256: Digest
+    """Of its tensors: the object that it is."""
+    item_hash: Digest
+    """Of what the harness sent: SHA-256 of its bytes, or the tagged digest of an address that has none."""
+    mm_hash: Text
+    """What the model server calls it."""
+    start: Count
+    """Its placeholder's first token, counted from the prompt's first."""
+    length: Count
+    """Tokens of its placeholder."""
+    tokens: Count
+    """How many of these the model sees as the media; the others are marks between its parts."""
+    geometry: JsonObject
+    at: Microseconds
+
+    @classmethod
+    def example(cls) -> MediaShown:
+        """`MediaStored.example` in `CallCompleted.example`, for documentation and tests."""
+        call = CallCompleted.example()
+        return cls(
+            call_id=call.call_id,
+            rollout_id=call.rollout_id,
+            place=0,
+            modality="image",
+            sha256=MediaStored.example().sha256,
+            item_hash=bytes(32),
+            mm_hash="",
+            start=1,
+            length=1,
+            tokens=1,
+            geometry={"image_grid_thw": [1, 2, 2]},
+            at=call.completed_at,
+        )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not 0 < self.tokens <= self.length:
+            raise ValueError(f"{self.tokens} of {self.length} placeholder tokens are media: at least one, at most all")
+        return self
+
+
 class RolloutScored(_Event):
     """A rollout got its outcome; several are allowed, the latest counts."""
 
@@ -384,6 +455,6 @@ class RowTrained(_Event):
     at: Microseconds
 
 
-Event = RolloutOpened | CallAdmitted | CallCompleted | CallEnded | RolloutScored | RowTrained
+Event = RolloutOpened | CallAdmitted | CallCompleted | CallEnded | MediaStored | MediaShown | RolloutScored | RowTrained
 AnyEvent: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 """Reads an event back from its fields; an unknown kind fails by name."""

@@ -27,9 +27,9 @@ from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import codec, hashing, schema
-from store.columns import traces
+from store.columns import event_of, traces
 from store.errors import BrokenLink
-from store.events import ItemTrace, token_array, uuid7
+from store.events import ItemTrace, MediaShown, token_array, uuid7
 from store.statements import statements
 
 _SELECTED = re.compile(r"^select\n(.+?)\nfrom", re.MULTILINE | re.DOTALL)
@@ -137,6 +137,12 @@ def chain_tokens(connection: Connection, call_id: UUID) -> npt.NDArray[np.int32]
     return np.concatenate(parts)
 
 
+def chain_media(connection: Connection, call_id: UUID) -> list[MediaShown]:
+    """The media in the call's prompt in their order, each from the call that it was new in."""
+    found = connection.execute(_CHAIN_MEDIA[connection.dialect.name], {"call_id": call_id})
+    return [event_of(MediaShown, row) for row in found.mappings()]
+
+
 def recent_requests(
     connection: Connection, rollout_id: str, limit: int = 32, *, now: int | None = None
 ) -> list[TracedCall]:
@@ -241,6 +247,12 @@ def _statement(name: str, file: str = "lineage") -> TextualSelect:
 _FIND_BY_SUMMARY = _statement("find_by_summary")
 _CHAIN = {
     each: _statement("chain", f"lineage.{each}").bindparams(bindparam("call_id", type_=schema.Id))
+    for each in ("sqlite", "postgresql")
+}
+_CHAIN_MEDIA = {
+    each: text(statements(f"lineage.{each}")["chain_media"])
+    .bindparams(bindparam("call_id", type_=schema.Id))
+    .columns(*(schema.call_media.c[name] for name in MediaShown.model_fields if name != "kind"))
     for each in ("sqlite", "postgresql")
 }
 _RECENT_REQUESTS = _statement("recent_requests")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from uuid import uuid4
 
 import fsspec
@@ -18,7 +21,17 @@ from fsspec.implementations.local import LocalFileSystem
 from sqlalchemy import make_url
 
 from store.database import shown_url
-from store.errors import MediaUnavailable
+from store.errors import MediaDamaged, MediaMissing, MediaUnavailable, MediaUnreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """An object that lies in a media store."""
+
+    address: bytes
+    size: int
+    written_at: datetime | None
+    """By the store's clock; None where the store does not say."""
 
 
 class MediaStore:
@@ -46,14 +59,36 @@ class MediaStore:
         return address
 
     def get(self, address: bytes) -> bytes:
-        """The bytes at an address. Raises MediaUnavailable when they are missing or are not those that were stored."""
+        """The bytes at an address, those that were stored. Raises MediaMissing, MediaDamaged, MediaUnreadable."""
         try:
             data = cast("bytes", self._files.cat_file(self._path(address)))
+        except FileNotFoundError as error:
+            raise MediaMissing(self.url, address) from error
         except Exception as error:
-            raise MediaUnavailable(self.url, f"{address.hex()}: {_cause(error)}") from error
+            raise MediaUnreadable(self.url, f"{address.hex()}: {_cause(error)}") from error
         if hashlib.sha256(data).digest() != address:
-            raise MediaUnavailable(self.url, f"{address.hex()} holds other bytes than were stored")
+            raise MediaDamaged(self.url, address)
         return data
+
+    def objects(self) -> Iterator[Stored]:
+        """What lies here, in the order of addresses. Raises MediaUnreadable."""
+        try:
+            found = cast("dict[str, dict[str, Any]]", self._files.find(self._root, detail=True))
+        except Exception as error:
+            raise MediaUnreadable(self.url, _cause(error)) from error
+        for path, said in sorted(found.items()):
+            name = path.rpartition("/")[2]
+            if len(name) == 64 and all(letter in "0123456789abcdef" for letter in name):
+                yield Stored(address=bytes.fromhex(name), size=int(said["size"]), written_at=_written_at(said))
+
+    def delete(self, address: bytes) -> None:
+        """Remove an object: for one that no event names. Raises MediaMissing, MediaUnavailable."""
+        try:
+            self._files.rm_file(self._path(address))
+        except FileNotFoundError as error:
+            raise MediaMissing(self.url, address) from error
+        except Exception as error:
+            raise MediaUnavailable(self.url, _cause(error)) from error
 
     def prove_writable(self) -> None:
         """Write a probe and delete it. Raises MediaUnavailable."""
@@ -81,12 +116,14 @@ class MediaStore:
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
+        _sync(aside.parent)
+        _sync(aside.parent.parent)
 
 
-def open_media(url: str | None, database_url: str) -> MediaStore:
-    """The media store at `url`, else at $TURNLOG_MEDIA, else in a folder beside the SQLite file; proven writable.
+def open_media(url: str | None, database_url: str, *, writable: bool = True) -> MediaStore:
+    """The media store at `url`, else at $TURNLOG_MEDIA, else in a folder beside the SQLite file.
 
-    Raises MediaUnavailable.
+    It is proven writable, unless it is only read. Raises MediaUnavailable.
     """
     given = url or os.environ.get("TURNLOG_MEDIA")
     if not given:
@@ -99,8 +136,29 @@ def open_media(url: str | None, database_url: str) -> MediaStore:
     except (ImportError, ValueError, OSError) as error:
         raise MediaUnavailable(shown_url(given), _cause(error)) from error
     media = MediaStore(shown_url(given), files, str(root).rstrip("/"))
-    media.prove_writable()
+    if writable:
+        media.prove_writable()
     return media
+
+
+def _written_at(said: dict[str, Any]) -> datetime | None:
+    """When an object was written, by the names that stores have for it."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        at = said.get(name)
+        if isinstance(at, int | float):
+            return datetime.fromtimestamp(at, UTC)
+        if isinstance(at, datetime):
+            return at if at.tzinfo else at.replace(tzinfo=UTC)
+    return None
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _cause(error: Exception) -> str:

@@ -99,7 +99,9 @@ def upgrade_sql(database: Engine) -> str:
         words = "" if found == head() else _offline(database.dialect.name, connection, f"{found or 'base'}:{head()}")
         if database.dialect.name == "postgresql":
             now = datetime.now(UTC)
-            words += partitions.as_sql(partitions.missing(connection, now) if found else partitions.wanted(now))
+            words += partitions.as_sql(
+                partitions.missing(connection, now, to_come=True) if found else partitions.wanted(now)
+            )
         return words
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Literal
@@ -112,12 +112,25 @@ def wanted(now: datetime, every: Every = "month", ahead: int | None = None) -> l
 
 
 def missing(
-    connection: Connection, now: datetime, every: Every | None = None, ahead: int | None = None
+    connection: Connection,
+    now: datetime,
+    every: Every | None = None,
+    ahead: int | None = None,
+    *,
+    to_come: bool = False,
 ) -> list[Period]:
-    """What of the wanted periods has no partition yet. Unless told, they are as long as the latest ones there are."""
-    there = [each for each in listed(connection) if each.low is not None and each.high is not None]
+    """What of the wanted periods has no partition yet. Unless told, they are as long as the latest ones there are.
+
+    A table that the database does not have yet is left out; or, `to_come`, is taken to get those that calls have.
+    """
+    known = listed(connection)
+    absent = {*schema.PARTITIONED}.difference(each.table for each in known)
+    there = [each for each in known if each.low is not None and each.high is not None]
+    there += [replace(each, table=table) for table in absent for each in there if each.table == "model_call"]
     found: list[Period] = []
     for period in wanted(now, every or _habit(there), ahead):
+        if period.table in absent and not to_come:
+            continue
         low = period.low
         for each in there:
             if each.table == period.table and each.low and each.high and each.low < period.high and each.high > low:

@@ -260,6 +260,47 @@ trained_row = Table(
     sqlite_strict=True,
 )
 
+media_object = Table(
+    "media_object",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
+    Column("sha256", LargeBinary, nullable=False),
+    Column("media_type", Text, nullable=False),
+    Column("size", _BIG, nullable=False),
+    Column("tensors", CanonicalJson, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    CheckConstraint("sequence > 0", name="media_object_sequence"),
+    CheckConstraint("length(digest) = 32 and length(sha256) = 32", name="media_object_digest"),
+    sqlite_strict=True,
+)
+
+call_media = Table(
+    "call_media",
+    metadata,
+    Column("sequence", _BIG, Identity(always=True), nullable=False),
+    Column("call_id", Id, nullable=False),
+    Column("place", _BIG, nullable=False),
+    Column("rollout_id", Text, nullable=False),
+    Column("modality", Text, nullable=False),
+    Column("sha256", LargeBinary, nullable=False),
+    Column("item_hash", LargeBinary, nullable=False),
+    Column("mm_hash", Text, nullable=False),
+    Column("start", _BIG, nullable=False),
+    Column("length", _BIG, nullable=False),
+    Column("tokens", _BIG, nullable=False),
+    Column("geometry", CanonicalJson, nullable=False),
+    Column("at", _BIG, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    CheckConstraint("sequence > 0", name="call_media_sequence"),
+    CheckConstraint("length(digest) = 32 and length(sha256) = 32 and length(item_hash) = 32", name="call_media_digest"),
+    CheckConstraint(
+        "place >= 0 and start >= 0 and length > 0 and tokens > 0 and tokens <= length", name="call_media_counts"
+    ),
+    Index("call_media_rollout", "rollout_id", "sequence"),
+    Index("call_media_object", "sha256"),
+    sqlite_strict=True,
+)
+
 
 IDS = {
     "rollout": ("rollout_id",),
@@ -268,9 +309,11 @@ IDS = {
     "call_end": ("call_id",),
     "rollout_outcome": ("outcome_id",),
     "trained_row": ("run", "step", "row_id"),
+    "media_object": ("sha256",),
+    "call_media": ("call_id", "place"),
 }
 """The columns of each table that are its events' id: no two events have the same."""
-PARTITIONED = ("model_call", "call_intent", "call_end")
+PARTITIONED = ("model_call", "call_intent", "call_end", "call_media")
 """Tables that PostgreSQL keeps in partitions, by ranges of `call_id` and so of time."""
 VIEWS = {
     "rollout_state": (

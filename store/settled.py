@@ -20,7 +20,7 @@ from store.errors import BadPosition
 from store.statements import statements
 
 _SQL = statements("settled")
-_POSITION = re.compile(r"\d{1,19}(\.\d{1,19}){5}", re.ASCII)
+_POSITION = re.compile(r"\d{1,19}(\.\d{1,19}){5}((\.\d{1,19}){2})?", re.ASCII)
 Ask = Callable[[str], Sequence[int | None]]
 """Runs a statement and gives its one row; whose driver it is does not matter."""
 
@@ -41,9 +41,12 @@ class Position:
     trained: int = 0
     intents: int = 0
     ends: int = 0
+    objects: int = 0
+    media: int = 0
 
     def __str__(self) -> str:
-        return ".".join(map(str, astuple(self)))
+        parts = astuple(self)
+        return ".".join(map(str, parts if any(parts[6:]) else parts[:6]))  # as ever where a log has no media
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -51,7 +54,7 @@ class Position:
         if not _POSITION.fullmatch(text):
             raise BadPosition(text)
         names = (field.name for field in fields(cls))
-        return cls(**dict(zip(names, map(int, text.split(".")), strict=True)))
+        return cls(**dict(zip(names, map(int, text.split(".")), strict=False)))
 
 
 def settled(connection: Connection) -> Position:

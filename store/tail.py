@@ -1,9 +1,10 @@
 """The events of a log as they settle, each once, from any position on.
 
-Knows in which order events of six tables are told; does not know who listens. Law: what is told is settled, so that no
-event that commits late is ever skipped. Events of one kind come in the order of their sequences, and none comes before
-one that it names: a call after its rollout's opening, its intent and its parent, a trained row after its tip, and an
-outcome after the calls of its rollout that were completed by then. Apart from that, earlier times come first.
+Knows in which order events of eight tables are told; does not know who listens. Law: what is told is settled, so that
+no event that commits late is ever skipped. Events of one kind come in the order of their sequences, and none comes
+before one that it names: a call after its rollout's opening, its intent and its parent, media after their call, a
+trained row after its tip, and an outcome after the calls of its rollout that were completed by then. Apart from that,
+earlier times come first.
 
     page = tail.read(database, after=Position())
     for told in page.events:
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
@@ -27,10 +28,14 @@ from store.database import read_one
 from store.narrow import WIDE
 from store.settled import Position, settled
 
-Kind = Literal["rollout_opened", "call_admitted", "call_completed", "call_ended", "rollout_scored", "row_trained"]
+Kind = Literal[
+    "rollout_opened", "call_admitted", "call_completed", "call_ended", "media_stored", "media_shown", "rollout_scored",
+    "row_trained",
+]  # fmt: skip
 
 _CLOCKS = 60_000_000
 """Microseconds by which the clocks of two machines may differ: so much earlier an outcome may say that it came."""
+_SAID = "said_at"
 _SECRET = "secret_hash"
 """The one field of an event that is not told."""
 
@@ -63,6 +68,8 @@ class _Source:
     part: str
     time: str
     needs: Mapping[str, Any]
+    said_by: Any = None
+    """A statement that gives its time, for an event that has none of its own."""
 
 
 def _sources() -> Mapping[Kind, _Source]:
@@ -71,6 +78,7 @@ def _sources() -> Mapping[Kind, _Source]:
     intent = schema.call_intent.alias()
     admitted, completed, ended = schema.call_intent, schema.model_call, schema.call_end
     scored, trained = schema.rollout_outcome, schema.trained_row
+    stored, shown, occurrence = schema.media_object, schema.call_media, schema.call_media.alias()
 
     def opened(rollout_id: Any) -> Any:
         return select(opening.c.sequence).where(opening.c.rollout_id == rollout_id).scalar_subquery()
@@ -81,6 +89,7 @@ def _sources() -> Mapping[Kind, _Source]:
     def called(call_id: Any) -> Any:
         return select(call.c.sequence).where(call.c.call_id == call_id).scalar_subquery()
 
+    first_shown = select(func.min(occurrence.c.at)).where(occurrence.c.sha256 == stored.c.sha256).scalar_subquery()
     last_call = (
         select(func.max(call.c.sequence))
         .where(call.c.rollout_id == scored.c.rollout_id, call.c.completed_at <= scored.c.at + _CLOCKS)
@@ -102,6 +111,15 @@ def _sources() -> Mapping[Kind, _Source]:
             part="ends",
             time="at",
             needs={"rollouts": opened(ended.c.rollout_id), "intents": intended(ended.c.call_id)},
+        ),
+        "media_stored": _Source(part="objects", time="at", needs={}, said_by=first_shown),
+        "media_shown": _Source(
+            part="media",
+            time="at",
+            needs={
+                "calls": called(shown.c.call_id),
+                "objects": select(stored.c.sequence).where(stored.c.sha256 == shown.c.sha256).scalar_subquery(),
+            },
         ),
         "rollout_scored": _Source(
             part="outcomes", time="at", needs={"rollouts": opened(scored.c.rollout_id), "calls": last_call}
@@ -151,7 +169,7 @@ def read(
             part = _SOURCES[kind].part
             statement = statement.where(_table(kind).c.sequence.between(getattr(after, part) + 1, until[part]))
             if rollouts:
-                statement = statement.where(_table(kind).c.rollout_id.in_(sorted(rollouts)))
+                statement = statement.where(_of_rollouts(kind, sorted(rollouts)))
             ahead[kind] = _fetch(connection, statement.limit(limit), kind, tokens=tokens)
             if len(ahead[kind]) == limit:
                 until[part] = ahead[kind][-1].sequence
@@ -172,11 +190,21 @@ def _table(kind: Kind) -> Any:
     return place_of(kind).table
 
 
+def _of_rollouts(kind: Kind, rollouts: Sequence[str]) -> ColumnElement[bool]:
+    """Whether an event is of these rollouts; an object is of all that show it."""
+    if kind != "media_stored":
+        return cast("ColumnElement[bool]", _table(kind).c.rollout_id.in_(rollouts))
+    shown = select(schema.call_media.c.sha256).where(schema.call_media.c.rollout_id.in_(rollouts))
+    return schema.media_object.c.sha256.in_(shown)
+
+
 def _statement(kind: Kind, *, tokens: bool) -> Select[*tuple[Any, ...]]:
     """The columns to tell, and of each event it names the sequence, as `needs_...`."""
     table, event = _table(kind), place_of(kind).event
     narrow = ["sequence", *(name for name in event.model_fields if name in table.c and name not in WIDE)]
     columns: list[ColumnElement[Any]] = [table.c[name] for name in (table.c.keys() if tokens else narrow)]
+    if (said_by := _SOURCES[kind].said_by) is not None:
+        columns.append(said_by.label(_SAID))
     needs = [statement.label(f"needs_{part}") for part, statement in _SOURCES[kind].needs.items()]
     return select(*columns, *needs).order_by(table.c.sequence)
 
@@ -198,12 +226,13 @@ def _fetch(connection: Connection, statement: Select[*tuple[Any, ...]], kind: Ki
     for mapping in connection.execute(statement).mappings():
         row = dict(mapping)
         needs = {part: row.pop(f"needs_{part}") or 0 for part in source.needs}
+        time = row[source.time] if source.said_by is None else row.pop(_SAID) or 0
         if tokens:
             fields = event_of(event, row).model_dump(mode="json", exclude={_SECRET})
         else:
             told = {name: value for name, value in row.items() if name not in ("sequence", _SECRET)}
             fields = {"kind": kind, **to_jsonable_python(told, bytes_mode="hex")}
-        found.append(_Waiting(kind=kind, sequence=row["sequence"], time=row[source.time], fields=fields, needs=needs))
+        found.append(_Waiting(kind=kind, sequence=row["sequence"], time=time, fields=fields, needs=needs))
     return found
 
 

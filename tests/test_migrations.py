@@ -71,7 +71,7 @@ def test_the_migrations_reach_the_declared_schema(empty):
     declared = schema.metadata_for(empty.dialect.name)
     assert set(migrated) == set(declared.tables)
     with write(empty) as connection:
-        for view in schema.VIEWS:
+        for view in reversed(schema.VIEWS):
             connection.execute(text(f"drop view {view}"))
         declared.drop_all(connection)
         declared.create_all(connection)
@@ -131,7 +131,12 @@ def test_token_bytes_are_not_compressed_again_by_postgres(postgres_database):
         " where attstorage = 'e' and relkind in ('r', 'p') and relname ~ '^(model_call|call_end)'"
     )
     with read(postgres_database) as connection:
-        tables = {"model_call", "call_end", *(each for each in partitions_of(connection) if "intent" not in each)}
+        without = ("call_intent", "call_media")
+        tables = {
+            "model_call",
+            "call_end",
+            *(each for each in partitions_of(connection) if not each.startswith(without)),
+        }
         assert {tuple(row) for row in connection.execute(external)} == {
             (table, column) for table in tables for column in ("token_ids", "logprobs")
         }

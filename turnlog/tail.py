@@ -39,6 +39,8 @@ _COLOURS = {
     "call_admitted": "dim",
     "call_completed": "green",
     "call_ended": "yellow",
+    "media_stored": "dim",
+    "media_shown": "green",
     "rollout_scored": "magenta",
     "row_trained": "blue",
 }
@@ -144,7 +146,7 @@ def _line(told: Told) -> str:
     """One event as people read it."""
     at = datetime.fromtimestamp(told.time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     colour = _COLOURS[told.kind]
-    rollout_id = escape(str(told.fields["rollout_id"]))
+    rollout_id = escape(str(told.fields.get("rollout_id", "")))
     words = told.kind.replace("_", " ")
     return f"[dim]{at}[/] [{colour}]{words:14}[/] [bold]{rollout_id}[/] {escape(_said(told.kind, told.fields))}"
 
@@ -161,6 +163,11 @@ def _said(kind: Kind, fields: Mapping[str, JsonValue]) -> str:
             return f"{fields['call_id']} {fields['decision']}: {fields['reason']}, {stored}, {fields['finish_reason']}"
         case "call_ended":
             return f"{fields['call_id']} {fields['state']}: {fields['reason']}"
+        case "media_stored":
+            return f"{str(fields['sha256'])[:16]} {fields['size']} bytes"
+        case "media_shown":
+            at = f"{fields['tokens']} tokens from {fields['start']} on"
+            return f"{fields['call_id']} {fields['modality']} {str(fields['sha256'])[:16]}, {at}"
         case "rollout_scored":
             return f"reward {fields['reward']}, {fields['status']}"
         case "row_trained":

@@ -17,3 +17,22 @@ select
 from ancestor
 cross join lateral (select * from model_call where model_call.call_id = ancestor.call_id limit 1) as model_call
 order by ancestor.depth;
+
+-- name: chain_media
+-- Every media occurrence in the prompt of a call: those of its own and of each call up to its root.
+with recursive ancestor (call_id, depth) as (
+  select call_id, depth
+  from model_call
+  where call_id = :call_id
+  union all
+  select (select parent_id from model_call where model_call.call_id = ancestor.call_id), ancestor.depth - 1
+  from ancestor
+  where ancestor.depth > 0
+)
+select
+  call_media.call_id, call_media.place, call_media.rollout_id, call_media.modality, call_media.sha256,
+  call_media.item_hash, call_media.mm_hash, call_media.start, call_media.length, call_media.tokens,
+  call_media.geometry, call_media.at
+from ancestor
+cross join lateral (select * from call_media where call_media.call_id = ancestor.call_id) as call_media
+order by call_media.start;

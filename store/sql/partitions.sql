@@ -10,7 +10,7 @@ from pg_inherits
 join pg_class as parent on parent.oid = inhparent
 join pg_class as child on child.oid = inhrelid
 where parent.relnamespace = current_schema()::regnamespace
-  and parent.relname in ('model_call', 'call_intent', 'call_end')
+  and parent.relname in ('model_call', 'call_intent', 'call_end', 'call_media')
 order by 1, 2;
 
 -- name: unguarded
@@ -23,7 +23,7 @@ join pg_trigger as wanted on wanted.tgrelid = parent.oid and not wanted.tgisinte
 left join pg_trigger as found
   on found.tgrelid = child.oid and found.tgname = wanted.tgname and found.tgenabled = 'A'
 where parent.relnamespace = current_schema()::regnamespace
-  and parent.relname in ('model_call', 'call_intent', 'call_end')
+  and parent.relname in ('model_call', 'call_intent', 'call_end', 'call_media')
   and found.oid is null;
 
 -- name: held

@@ -16,11 +16,13 @@ grant select on alembic_version to {role};
 
 -- name: worker
 -- A model server: it appends what its calls do, and looks up what they continue.
-grant select, insert on rollout, call_intent, model_call, call_end, rollout_outcome to {role};
+grant select, insert on rollout, call_intent, model_call, call_end, rollout_outcome, media_object, call_media to {role};
 
 -- name: trainer
 -- Whoever makes rows: it reads everything, and appends which rows it trained.
-grant select on rollout, call_intent, model_call, call_end, rollout_outcome, trained_row to {role};
+grant select on
+  rollout, call_intent, model_call, call_end, rollout_outcome, trained_row, media_object, call_media
+to {role};
 grant select on rollout_state, row_boundary to {role};
 grant insert on trained_row to {role};
 

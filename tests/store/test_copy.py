@@ -25,7 +25,17 @@ from store.columns import PLACES
 from store.copy import Copied, copy
 from store.database import open_database, read, write
 from store.errors import DamagedEvent, NotABeginning
-from store.events import CallAdmitted, CallEnded, Event, RolloutOpened, RolloutScored, RowTrained
+from store.events import (
+    CallAdmitted,
+    CallCompleted,
+    CallEnded,
+    Event,
+    MediaShown,
+    MediaStored,
+    RolloutOpened,
+    RolloutScored,
+    RowTrained,
+)
 
 DIRECTIONS = [
     ("sqlite", "sqlite"),
@@ -65,6 +75,8 @@ def a_rollout(maker: Any, rollout_id: str) -> list[Event]:
             token_ids=calls[0].token_ids[-40:],
             logprobs=calls[0].logprobs[-40:],
         ),
+        *media_of(calls[0], number=0),
+        *media_of(last, number=1 + sum(rollout_id.encode()) % 255),
         RolloutScored(
             outcome_id=UUID(int=calls[0].call_id.int ^ 2),
             rollout_id=rollout_id,
@@ -85,6 +97,16 @@ def a_rollout(maker: Any, rollout_id: str) -> list[Event]:
             trainer_policy_version=3,
             at=last.completed_at + 2,
         ),
+    ]
+
+
+def media_of(call: CallCompleted, *, number: int) -> list[Event]:
+    """An object that others may have shown before, and its occurrence in the call."""
+    sha256 = bytes([number]) * 32
+    shown = {"call_id": call.call_id, "rollout_id": call.rollout_id, "sha256": sha256, "at": call.completed_at}
+    return [
+        MediaStored.example().model_copy(update={"sha256": sha256}),
+        MediaShown.example().model_copy(update=shown),
     ]
 
 
@@ -146,6 +168,8 @@ def test_a_copy_is_the_same_log_in_every_direction(two: tuple[Engine, Engine], m
         "call_admitted": 18,
         "rollout_scored": 3,
         "row_trained": 3,
+        "media_stored": 4,
+        "media_shown": 6,
     }
     assert found.position == tail.now(source) == tail.now(target)
     assert rows(build(target)) == rows(then)
@@ -177,8 +201,8 @@ def test_events_that_are_appended_to_a_copy_come_behind_it(two: tuple[Engine, En
     before = tail.now(target)
     remember(target, a_rollout(make_chain_maker(1), "r1"))
     page = tail.read(target, after=before)
-    assert {told.fields["rollout_id"] for told in page.events} == {"r1"}
-    assert len(page.events) == len(a_rollout(make_chain_maker(1), "r1"))
+    assert {told.fields["rollout_id"] for told in page.events if told.kind != "media_stored"} == {"r1"}
+    assert len(page.events) == len(a_rollout(make_chain_maker(1), "r1")) - 1  # both were shown one image
     with pytest.raises(
         NotABeginning, match=r"is no earlier copy of .*at sequence 2 of rollout it has rollout_opened r1"
     ):
@@ -328,7 +352,7 @@ def test_whoever_writes_to_the_target_of_a_copy_ends_it(
     monkeypatch.setattr(copying, "_BATCH", 4)
 
     def intrude(doing: str, done: int, total: int) -> None:
-        if done == 7:  # three openings and a part of the calls are there
+        if done == 17:  # three openings, all media and a part of the calls are there
             remember(target, make_chain_maker(99)([(4, 2)], rollout_id="r0"))
 
     with pytest.raises(NotABeginning, match="model_call has sequence 5 by now, which this copy did not write"):

@@ -15,7 +15,16 @@ from sqlalchemy.exc import IntegrityError
 
 from store import log, schema
 from store.database import read, write
-from store.events import CallAdmitted, CallEnded, RolloutOpened, RolloutScored, RowTrained, uuid7
+from store.events import (
+    CallAdmitted,
+    CallEnded,
+    MediaShown,
+    MediaStored,
+    RolloutOpened,
+    RolloutScored,
+    RowTrained,
+    uuid7,
+)
 
 TABLES = sorted(schema.metadata.tables)
 ONE, TWO = uuid7(1, bytes(10)), uuid7(2, bytes(10))
@@ -41,7 +50,9 @@ def filled(database: Engine, chain_maker) -> Engine:
     end = CallEnded(call_id=TWO, rollout_id="r1", state="failed", reason="x", at=1)
     outcome = RolloutScored(outcome_id=ONE, rollout_id="r1", reward=1.0, at=1)
     with write(database) as connection:
-        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=1), intent, end, *chain_maker(), outcome, row])
+        media = [MediaStored.example(), MediaShown.example()]
+        opened = RolloutOpened(rollout_id="r1", opened_at=1)
+        log.append(connection, [opened, intent, end, *chain_maker(), *media, outcome, row])
     return database
 
 

@@ -21,6 +21,8 @@ from store.events import (
     CallCompleted,
     CallEnded,
     Event,
+    MediaShown,
+    MediaStored,
     RolloutOpened,
     RolloutScored,
     RowTrained,
@@ -84,6 +86,8 @@ OTHER_KINDS: list[tuple[Event, Event]] = [
     (ended(), ended(reason="other")),
     (scored(), scored(reward=0.2)),
     (trained(), trained(advantage=0.5)),
+    (MediaStored.example(), MediaStored.example().model_copy(update={"size": 1})),
+    (MediaShown.example(), MediaShown.example().model_copy(update={"start": 2})),
 ]
 """An event of each kind but the completed call, and another one under its id."""
 
@@ -204,6 +208,8 @@ def test_the_same_events_again_change_nothing(database, chain_maker):
         "call_end": 1,
         "rollout_outcome": 1,
         "trained_row": 1,
+        "media_object": 1,
+        "call_media": 1,
     }
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from store.errors import MediaUnavailable
+from store.errors import MediaDamaged, MediaMissing, MediaUnavailable
 from store.media import open_media
 
 
@@ -62,10 +62,10 @@ def test_a_place_that_vanishes_is_told_when_it_is_used(tmp_path):
 
 def test_missing_and_damaged_bytes_are_told_apart_from_good_ones(tmp_path):
     media = open_media(str(tmp_path / "media"), "sqlite:///turnlog.db")
-    with pytest.raises(MediaUnavailable, match="0" * 64):
+    with pytest.raises(MediaMissing, match="0" * 64):
         media.get(bytes(32))
     address = media.put(b"pixels")
     (path,) = (path for path in (tmp_path / "media").rglob("*") if path.is_file())
     path.write_bytes(b"pixel")
-    with pytest.raises(MediaUnavailable, match="other bytes than were stored"):
+    with pytest.raises(MediaDamaged, match="other bytes than were stored"):
         media.get(address)

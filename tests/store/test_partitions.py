@@ -14,7 +14,7 @@ from replay.rowset import build
 from store import log, partitions, schema
 from store.database import read, write
 from store.errors import SchemaBusy, UnknownPartition
-from store.events import CallAdmitted, CallEnded, RolloutOpened, uuid7
+from store.events import CallAdmitted, CallEnded, MediaShown, MediaStored, RolloutOpened, uuid7
 from store.exclusive import exclusively
 from store.partitions import Period
 
@@ -202,7 +202,8 @@ def events(chain_maker) -> list[object]:
         at=1,
     )
     end = CallEnded(call_id=uuid7(2, bytes(10)), rollout_id="r1", state="failed", reason="x", at=1)
-    return [intent, end, *chain_maker()]
+    media = MediaShown.example().model_copy(update={"call_id": uuid7(1, bytes(10))})
+    return [intent, end, *chain_maker(), MediaStored.example(), media]
 
 
 @pytest.mark.parametrize("role", ["origin", "replica"])
