@@ -5,8 +5,8 @@ hold for the tokens, `replay.fill` checks as it reads them.
 Law: one bad chain refuses its whole rollout, with one named reason; other rollouts go on (design §10.4).
 
 Checked: the path starts at a root and every call on it is selected; depths, roots and lengths agree with the parent
-links; every sampled token has one policy version; no call has media that the log does not hold; and every selected call
-lies on a path, and every chain trains at least one token that no earlier chain trains.
+links; every sampled token has one policy version; no call has media that the log does not hold, or holds at another
+place; and every selected call lies on a path, and every chain trains at least one token that no earlier chain trains.
 
 A call that two chains share trains in the first one: chains are ordered by the place of their root in the rollout,
 then by the place of their last call. Calls 1 <- 2 and 1 <- 3 give chains (1, 2) and (1, 3), and 1 trains with 2 only.
@@ -154,7 +154,8 @@ _WHY: Sequence[tuple[str, str]] = (
         "length_mismatch",
         "its prompt of {prompt_len} tokens starts with {prev_len} of its parent, which has {parent_len}",
     ),
-    ("media_not_captured", "its prompt has {media_count} media that the log does not hold"),
+    ("media_not_captured", "its prompt has {media_count} media, and the log does not hold each of them"),
+    ("media_misplaced", "its media do not lie in order in what it adds to the prompt"),
     ("hash_version", "its hashes have version {hash_version}, this release derives {this_version}"),
     ("policy_spans", "its policy spans do not cover its {sampled_len} sampled tokens in order"),
     ("nothing_trained", "no token of its chain is trained: sampled none of its own"),
@@ -180,11 +181,31 @@ def _faults(piece: Piece, counts: Flags, call: Ints, position: Ints) -> Ints:
         ~counts[call],
         (column["depth"] != position) | ~root_fits,
         (column["prev_len"] != parent_len) | (column["prompt_len"] < column["prev_len"]),
-        column["media_count"] > 0,
+        column["media_count"] != _captured(piece, call, position),
+        _misplaced(piece)[call],
         column["hash_version"] != hashing.HASH_VERSION,
         ~_covered(piece)[call],
     )
     found: Ints = np.select(conditions, range(1, len(_WHY) - 1), 0)
+    return found
+
+
+def _captured(piece: Piece, call: Ints, position: Ints) -> Ints:
+    """[L] how many media of the call's prompt the log has: its own and those of the calls above it."""
+    if piece.media is None:
+        return np.zeros(len(call), np.int64)
+    new = piece.media.count(len(piece.rollout))[call]
+    total = np.cumsum(new)
+    line = np.arange(len(call))
+    found: Ints = total - (total - new)[line - position]
+    return found
+
+
+def _misplaced(piece: Piece) -> Flags:
+    """[N] whether media of the call are not where its own part of the prompt is."""
+    found = np.zeros(len(piece.rollout), np.bool_)
+    if piece.media is not None:
+        found[piece.media.misplaced(piece.ints("prev_len"), piece.ints("prompt_len"))] = True
     return found
 
 

@@ -27,6 +27,8 @@ from sqlalchemy import Engine
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from replay.errors import OtherRun
+from replay.media import MediaSource
+from replay.media_tensors import Packed, packed
 from replay.run import PlacedPack, Steps
 from store.database import open_database
 
@@ -48,10 +50,17 @@ class Batch(TypedDict):
     advantages: torch.Tensor  # [P] float32
     cu_seqlens: torch.Tensor  # [R + 1] int32
     max_seqlen: int
+    media: dict[str, Packed]
+    """Fields of what stands among the tokens, such as `pixel_values`; see `replay.media_tensors`."""
 
 
-def tensors(placed: PlacedPack) -> Batch:
-    """A micro-batch as tensors: the `collate_fn` of a loader over `MicroBatches`."""
+def tensors(placed: PlacedPack, source: MediaSource | None = None) -> Batch:
+    """A micro-batch as tensors: the `collate_fn` of a loader over `MicroBatches`.
+
+    Args:
+        placed: the micro-batch.
+        source: where its media lie; None for where the log's servers put them, as the micro-batch says.
+    """
     pack = placed.pack
     return Batch(
         step=placed.step,
@@ -67,6 +76,7 @@ def tensors(placed: PlacedPack) -> Batch:
         advantages=torch.from_numpy(pack.advantages),
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,
+        media=packed(pack.media, len(pack.row_ids), source or placed.source) if pack.media else {},
     )
 
 

@@ -47,6 +47,16 @@ ARRAYS = pa.schema(
     }
 )
 """Columns of a value per token."""
+_HANDLE: dict[str, pa.DataType] = {
+    "modality": pa.string(),
+    "sha256": pa.string(),  # hex: the object's name in the media store
+    "start": pa.int64(),
+    "length": pa.int64(),
+    "tokens": pa.int64(),
+    "geometry": pa.string(),  # JSON
+}
+MEDIA = pa.schema({"media": pa.list_(pa.struct(_HANDLE))})
+"""What stands among the tokens: handles, their bytes lie in the media store (`replay.media.MediaHandle`)."""
 _TOKENS_AT_ONCE = 1 << 20
 """Of a row group: about 20 MB before it is compressed."""
 
@@ -70,7 +80,7 @@ def stream_parquet(parts: Iterable[Part], file: Path, selection: Selection) -> T
         raise FileUnwritable(str(file), "it is a folder")
     aside = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        with open_parquet(aside, pa.schema([*FACTS, *ARRAYS])) as writer:
+        with open_parquet(aside, pa.schema([*FACTS, *ARRAYS, *MEDIA])) as writer:
             found = tally(_written(parts, writer), selection)
             writer.add_key_value_metadata(metadata(found))
         aside.replace(file)
@@ -112,8 +122,13 @@ def _written(parts: Iterable[Part], writer: pq.ParquetWriter) -> Iterator[Part]:
     """The parts again, each once it is written."""
     for part in parts:
         for rows in _cut(part.rows):
-            writer.write_table(pa.table([*facts(rows), *_arrays(rows)], schema=writer.schema))
+            writer.write_table(pa.table([*facts(rows), *_arrays(rows), _media(rows)], schema=writer.schema))
         yield part
+
+
+def _media(rows: Sequence[Row]) -> pa.Array:
+    """The column of `MEDIA`."""
+    return pa.array([[handle.as_json() for handle in row.media] for row in rows], MEDIA.field(0).type)
 
 
 def _cut(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replay.chain import Chains, Refusal, refusal
+from replay.media import MediaSource, faults
 from replay.piece import Flags, Ints
 from replay.reader import Bytes, Payloads
 from store import codec, hashing
@@ -54,12 +55,13 @@ def sequences(chains: Chains) -> Ints:
     return np.sort(chains.piece.ints("sequence")[np.unique(chains.call)])
 
 
-def fill(chains: Chains, payloads: Iterable[Payloads]) -> Filled:
+def fill(chains: Chains, payloads: Iterable[Payloads], media: MediaSource | None = None) -> Filled:
     """Place the arrays of every call into the rows.
 
     Args:
         chains: checked.
         payloads: in batches, by ascending sequence; those of other calls are passed over.
+        media: where what the calls show lies; None for rows that are not looked at beyond their tokens.
     """
     piece = chains.piece
     offset = np.append(0, np.cumsum(chains.length))
@@ -79,6 +81,8 @@ def fill(chains: Chains, payloads: Iterable[Payloads]) -> Filled:
     if not np.isfinite(logprobs).all():
         for at in np.unique(np.searchsorted(sampled, np.flatnonzero(~np.isfinite(logprobs)), side="right") - 1):
             why.setdefault(int(chains.call[at]), _NOT_FINITE)
+    if media is not None and piece.media is not None:
+        why = {**faults(piece.media, calls, media), **why}
     filled = Filled(
         chains=chains,
         offset=offset,

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay.errors import PlanMismatch
+from replay.media import MediaHandle
 from replay.plan import StepPlan
 from replay.row import Row
 from store import hashing
@@ -38,6 +39,8 @@ class Pack:
     logprobs: npt.NDArray[np.float32]  # [P] under which the labels were sampled
     advantages: npt.NDArray[np.float32]  # [P]
     cu_seqlens: npt.NDArray[np.int32]  # [rows + 1]
+    media: tuple[tuple[MediaHandle, ...], ...] = ()
+    """Of each row what stands among its tokens, counted from the row's first; empty when no row shows any."""
 
     @property
     def max_seqlen(self) -> int:
@@ -55,7 +58,8 @@ class Pack:
         content = (
             array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in (*arrays, self.cu_seqlens)
         )
-        return hashing.tagged_digest("pack", "/".join(self.row_ids).encode(), *content).hex()
+        shown = [hashing.canonical_json([[each.as_json() for each in row] for row in self.media])] if self.media else []
+        return hashing.tagged_digest("pack", "/".join(self.row_ids).encode(), *content, *shown).hex()
 
 
 def pack(rows: Sequence[Row], advantages: Mapping[str, float]) -> Pack:
@@ -76,6 +80,7 @@ def pack(rows: Sequence[Row], advantages: Mapping[str, float]) -> Pack:
         logprobs=np.concatenate([row.logprobs[1:] for row in rows]),
         advantages=np.repeat(np.array([advantages[row.rollout_id] for row in rows], np.float32), lengths),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        media=tuple(row.media for row in rows) if any(row.media for row in rows) else (),
     )
 
 

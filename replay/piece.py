@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue, TypeAdapter
 
+from replay.media import Occurrences
 from store.events import PolicySpan
 
 ID = pa.binary(16)
@@ -112,15 +113,25 @@ class Piece:
     """The columns of `CALLS`, N lines ordered by rollout, then by sequence."""
     answers: pa.Table | None = None
     """The columns of `ANSWERS`, line by line those of `calls`; None when no rule reads them."""
+    media: Occurrences | None = None
+    """What the calls show beside tokens; None when they show nothing."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], calls: pa.Table, answers: pa.Table | None = None) -> Piece:
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        calls: pa.Table,
+        answers: pa.Table | None = None,
+        media: pa.Table | None = None,
+    ) -> Piece:
         """Order the calls of these rollouts; lines of other rollouts are left out."""
         names = pa.array([rollout.rollout_id for rollout in rollouts], pa.string())
+        calls = _ordered(calls, names)
         return cls(
             rollouts=tuple(rollouts),
-            calls=_ordered(calls, names),
+            calls=calls,
             answers=None if answers is None else _ordered(answers, names),
+            media=None if media is None else Occurrences.of(media, calls["call_id"].combine_chunks()),
         )
 
     def ints(self, name: str) -> Ints:

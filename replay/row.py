@@ -26,6 +26,7 @@ from pydantic import JsonValue
 
 from replay.chain import Chains
 from replay.fill import Filled
+from replay.media import MediaHandle
 from store import hashing
 
 
@@ -49,6 +50,8 @@ class Row:
     logprobs: npt.NDArray[np.float32]  # [T]
     version_spans: npt.NDArray[np.int64]  # [S, 3]
     """Half-open ranges of its tokens and the policy version that sampled them: start, end, version."""
+    media: tuple[MediaHandle, ...] = ()
+    """What stands among its tokens, in their order."""
 
     @property
     def call_ids(self) -> tuple[UUID, ...]:
@@ -125,6 +128,7 @@ def rows(filled: Filled) -> Iterator[Row]:
             loss_mask=filled.loss_mask[here],
             logprobs=filled.logprobs[here],
             version_spans=spans[edges[at] : edges[at + 1]],
+            media=() if piece.media is None else piece.media.handles(chains.call[lines].tolist()),
         )
 
 
@@ -146,7 +150,9 @@ def rows_digest(rows: Iterable[Row]) -> str:
 
 
 def _digested(row: Row) -> bytes:
-    facts: JsonValue = {"group": row.group_id, "reward": row.reward, "call_numbers": [*row.call_numbers]}
+    facts: dict[str, JsonValue] = {"group": row.group_id, "reward": row.reward, "call_numbers": [*row.call_numbers]}
+    if row.media:
+        facts["media"] = [each.as_json() for each in row.media]
     arrays = (row.token_ids, row.loss_mask, row.logprobs, row.policy_versions)
     return _content_digest(row.rollout_id, row.calls, *arrays) + hashing.canonical_json(facts)
 

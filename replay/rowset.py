@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import duckdb
 import pyarrow as pa
@@ -28,6 +29,7 @@ from sqlalchemy import Engine
 from replay import chain, fill, row, source, walk
 from replay.advantage import Score
 from replay.chain import Chains, Refusal, Refusals
+from replay.media import MediaSource
 from replay.outline import outline
 from replay.piece import Piece
 from replay.reader import Reader, open_reader
@@ -42,6 +44,13 @@ _CALLS_AT_ONCE = 50_000
 """Calls whose narrow columns are held at once: 25 MB."""
 _TOKENS_AT_ONCE = 8_000_000
 """Tokens of rows held at once: 72 MB, and as much again while they are read."""
+
+
+class _Asked(TypedDict):
+    rollouts: Sequence[str] | None
+    position: Position | None
+    archive: str | None
+    media: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +107,13 @@ def build(
     rollouts: Sequence[str] | None = None,
     position: Position | None = None,
     archive: str | None = None,
+    media: str | None = None,
     progress: Progress | None = None,
 ) -> RowSet:
     """Build all rows of the log, or of some rollouts of it; arguments and errors are those of `stream`."""
     selection = selection or Selection()
-    parts = [*stream(database, selection, rollouts=rollouts, position=position, archive=archive, progress=progress)]
+    asked: _Asked = {"rollouts": rollouts, "position": position, "archive": archive, "media": media}
+    parts = [*stream(database, selection, progress=progress, **asked)]
     total = _total([part.counts for part in parts if part.counts is not None])
     return RowSet(
         rows=tuple(row for part in parts for row in part.rows),
@@ -122,6 +133,7 @@ def stream(
     rollouts: Sequence[str] | None = None,
     position: Position | None = None,
     archive: str | None = None,
+    media: str | None = None,
     progress: Progress | None = None,
     tokens: int = _TOKENS_AT_ONCE,
 ) -> Iterator[Part]:
@@ -133,18 +145,20 @@ def stream(
         rollouts: ids of the rollouts to build; None for all.
         position: as of when; None for now. The position used is in each part.
         archive: read with the log as one, see `replay.reader.open_reader`.
+        media: where images and other media lie; None for where the log's servers put them, `store.media.open_media`.
         progress: called after each part that has counts.
         tokens: held at once; one rollout is never cut.
 
     Raises UnknownRollout, PositionAhead, and what reading the log raises.
     """
+    held = MediaSource(database.url.render_as_string(hide_password=False), media)
     with open_reader(database, archive) as reader:
         position = _position(reader, position)
         found = source.contents(reader, position, rollouts)
         done = 0
         for piece, selected, chains, refused in _chains(reader, found, position, selection or Selection()):
             for each in fill.cut(chains, tokens=tokens):
-                filled = fill.fill(each, source.payloads(reader, fill.sequences(each)))
+                filled = fill.fill(each, source.payloads(reader, fill.sequences(each)), held)
                 refused += filled.refused
                 yield Part(rows=tuple(row.rows(filled)), counts=None, position=position)
             yield Part(rows=(), counts=_counts(piece, selected, refused), position=position)

@@ -34,6 +34,7 @@ from replay.advantage import Baseline, advantages
 from replay.chain import Refusal
 from replay.errors import BadRun, PlanMismatch
 from replay.history import Policy, draw, eligible
+from replay.media import MediaSource
 from replay.objective import Clip, Correction
 from replay.pack import Pack, pack
 from replay.plan import Measured, StepPlan, plan
@@ -136,7 +137,9 @@ class PlacedPack:
     """Of the step, on each rank."""
     pack: Pack
     refused: tuple[Refusal, ...]
-    """Rollouts with rows planned here whose tokens do not hold: these rows are not in the pack."""
+    """Rollouts with rows planned here whose tokens or media do not hold: these rows are not in the pack."""
+    source: MediaSource
+    """Where the log's media lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +219,7 @@ class Steps:
         for row_id in row_ids:
             if row_id not in rows and rollout_of[row_id] not in refused:
                 raise PlanMismatch(f"row {row_id!r}", "is planned, and the log at the run's position does not give it")
+        source = MediaSource(database.url.render_as_string(hide_password=False))
         placed: list[PlacedPack] = []
         for number in numbers:
             here = planned.ranks[rank][number]
@@ -227,6 +231,7 @@ class Steps:
                     micro_batches=planned.micro_batches,
                     pack=pack([rows[row_id] for row_id in here if row_id in rows], self.advantages),
                     refused=tuple(refused[rollout_id] for rollout_id in missing),
+                    source=source,
                 )
             )
         return placed

@@ -16,9 +16,11 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import JsonValue, TypeAdapter
 
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
+from replay.media import MEDIA
 from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
 from replay.reader import Payloads, Reader
 from store import codec, hashing
@@ -42,6 +44,7 @@ _OUTCOMES = pa.schema(
         "output": pa.string(),
     }
 )
+_WHOLE = 2**62
 _DENSE = 4
 """A stretch of the log is read whole when it holds at most so many calls for each wanted one."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
@@ -177,7 +180,20 @@ def pieces(
         wanted = part[found.calls[part] > 0]
         narrow = _calls(reader, found, wanted, position, "calls", CALLS)
         told = _calls(reader, found, wanted, position, "answers", ANSWERS) if answers else None
-        yield Piece.of([found.rollouts[place] for place in part], narrow, told)
+        shown = _media(reader, narrow)
+        yield Piece.of([found.rollouts[place] for place in part], narrow, told, shown)
+
+
+def _media(reader: Reader, calls: pa.Table) -> pa.Table | None:
+    """What these calls show beside tokens; None when they show nothing. It is settled when its call is."""
+    showing = calls.filter(pc.greater(calls["media_count"], 0))
+    if not showing.num_rows:
+        return None
+    names = pc.unique(showing["rollout_id"]).to_pylist()
+    logged = reader.table("media_of", MEDIA, only=hashing.canonical_json(names).decode())
+    if reader.sealed is None:
+        return logged
+    return pa.concat_tables([reader.sealed.table("call_media", MEDIA, _WHOLE, names), logged])
 
 
 def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema) -> pa.Table:
@@ -217,6 +233,9 @@ def payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
         [codec.RAW] * int(held.sum()),
         *reader.sealed.arrays(sequences[held]),
     )
+    if held.all():
+        yield Payloads(*columns)
+        return
     for batch in _logged_payloads(reader, sequences[~held]):
         places = np.flatnonzero(np.isin(batch.sequence, sequences[~held])).tolist()
         for column, more in zip(columns, batch, strict=True):

@@ -175,3 +175,19 @@ select
 from model_call
 where sequence in (select cast(value as bigint) from json_each(:only))
 order by sequence
+
+-- name: media_of
+-- What the calls of these rollouts show beside tokens.
+select
+  sequence,
+  rollout_id,
+  call_id,
+  place,
+  modality,
+  sha256,
+  start,
+  length,
+  tokens,
+  geometry
+from call_media
+where rollout_id in (select value from json_each(:only))
