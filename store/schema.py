@@ -318,11 +318,27 @@ PARTITIONED = ("model_call", "call_intent", "call_end", "call_media")
 VIEWS = {
     "rollout_state": (
         *("rollout_id", "group_id", "slot", "task", "harness", "metadata", "opened_at", "calls", "roots", "failed"),
-        *("refused", "abandoned", "lost", "pending", "reward", "status", "first_at", "last_at"),
+        *("refused", "abandoned", "lost", "pending", "reward", "status", "first_at", "last_at", "served_tokens"),
+        *("stored_tokens", "sampled_tokens"),
     ),
     "row_boundary": (
         *("sequence", "rollout_id", "call_id", "reason", "nearest_call", "first_difference", "role_here", "role_there"),
-        *("digest_here", "digest_there", "started_at", "completed_at"),
+        *("digest_here", "digest_there", "started_at", "completed_at", "items", "nearest_items", "items_shared"),
+        *("items_new", "items_gone", "role", "harness", "prompt_len", "sampled_len"),
+    ),
+    "chain": (
+        *("rollout_id", "tip_call_id", "tip_sequence", "superseded", "position", "call_id", "sequence", "parent_id"),
+        *("root_id", "depth", "decision", "reason", "prev_len", "prompt_len", "sampled_len", "policy_spans"),
+        *("finish_reason", "model", "started_at", "completed_at"),
+    ),
+    "row_token_count": (
+        *("rollout_id", "tip_call_id", "tip_sequence", "root_id", "superseded", "calls", "tokens", "sampled"),
+        *("trained", "oldest_version", "newest_version", "reason", "completed_at"),
+    ),
+    "declared_vs_found": (*("rollout_id", "call_id", "sequence", "reason", "role", "source", "declared", "state"),),
+    "drift": (
+        *("sequence", "rollout_id", "call_id", "parent_id", "kind", "served_roles", "kept_tokens", "path", "role"),
+        *("started_at",),
     ),
 }
 """What auditors read: each view with its columns, the same on both databases."""

@@ -23,12 +23,12 @@ grant select, insert on rollout, call_intent, model_call, call_end, rollout_outc
 grant select on
   rollout, call_intent, model_call, call_end, rollout_outcome, trained_row, media_object, call_media
 to {role};
-grant select on rollout_state, row_boundary to {role};
+grant select on rollout_state, row_boundary, chain, row_token_count, declared_vs_found, drift to {role};
 grant insert on trained_row to {role};
 
 -- name: auditor
 -- Whoever looks at how rollouts went: views only, in which there are neither tokens nor secrets.
-grant select on rollout_state, row_boundary to {role};
+grant select on rollout_state, row_boundary, chain, row_token_count, declared_vs_found, drift to {role};
 
 -- name: new_views
 -- A view that a later revision makes is for whoever reads the first one.

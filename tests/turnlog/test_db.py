@@ -60,5 +60,8 @@ def test_partitions_are_made_and_listed(postgres_url):
 @pytest.mark.postgres
 def test_a_grant_is_shown_as_sql_for_the_roles_that_are_asked_for(postgres_url):
     words = db("grant", "--db", postgres_url, "--auditor", "looks", "--sql").stdout
-    assert 'grant select on rollout_state, row_boundary to "looks"' in words
+    assert (
+        'grant select on rollout_state, row_boundary, chain, row_token_count, declared_vs_found, drift to "looks"'
+        in words
+    )
     assert "turnlog_worker" not in words
