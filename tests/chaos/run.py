@@ -43,7 +43,7 @@ from turnlog.demo.server import RunningServer, start_server
 HERE = Path(__file__).parent
 TOKEN = "the-operator-of-the-chaos-run"
 READY_SECONDS = 60
-REAL_KILLS = 6
+REAL_KILLS = 4
 """Of a phase with a real engine, which takes most of a minute to stand again."""
 
 
@@ -377,7 +377,7 @@ def run_phase(phase: Phase, setup: Setup, deadline: float) -> Result:
             if kind == "engine":
                 os.kill(server.engine(), signal.SIGKILL)
                 kills["engine"] += 1
-                if not server.end(signal.SIGCONT, seconds=chance.uniform(0, 8)):  # a server whose engine is gone ends
+                if not server.end(signal.SIGCONT, seconds=chance.uniform(0, 3)):  # a server whose engine is gone ends
                     server.end(signal.SIGKILL)
                     kills["server"] += 1
             else:
@@ -528,7 +528,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--seed", type=int, default=None, help="the run again that printed it")
     arguments.add_argument("--kills", type=int, default=300)
-    arguments.add_argument("--seconds", type=float, default=780)
+    arguments.add_argument("--seconds", type=float, default=840)
     arguments.add_argument("--short", action="store_true", help="only one phase, with light servers")
     chosen = arguments.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # also into a file each line is there when it is said
