@@ -5,10 +5,10 @@ shown.
 Law: which items changed is exact, by their digests; the text of a change is what the tokens say, and stays apart from
 the items where it is not certain which of them it belongs to.
 
-The log holds no texts. Each context's tokens are cut at the tokenizer's special tokens, as templates put them between
-turns, and the pieces of both contexts are compared as the items are. Where as many stretches of pieces changed as of
-items, and a stretch has as many pieces as items, the texts are those items' own. A message whose text gives its digest
-again is `proven`.
+The log holds no texts. A context's tokens are cut at the tokenizer's special tokens, which templates put around turns.
+A message whose text is found between two of them gives its digest again, so it is `proven`. A tool result's digest
+holds its call's id, which no token shows: where the pieces that look like tool results are as many as the context's
+tool results, each is taken for the one in its place. What else differs is kept apart, as `loose` text.
 
 A tool result was hidden, and the rest is as it was:
 
@@ -20,6 +20,7 @@ A tool result was hidden, and the rest is as it was:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -30,8 +31,12 @@ from uuid import UUID
 from engine.items import Item, MessageRole
 from store.events import CallCompleted, ItemTrace, token_array
 
-Kind = Literal["same", "replaced", "removed", "inserted"]
+Kind = Literal["same", "replaced", "removed", "inserted", "appended"]
 MESSAGES = ("system", "developer", "user", "assistant")
+_RESULT = re.compile(r"tool[ _]?(response|result|output)|<\|im_start\|>tool|ipython")
+"""How templates open a tool result."""
+_HEAD = 60
+"""Characters of a piece in which it is opened."""
 _MOST = 4000
 """Items or pieces beyond which only the common start and end of two contexts are told from what differs."""
 
@@ -62,13 +67,11 @@ class Change:
     """A stretch of items that both contexts share, or that differs; in the order of the contexts."""
 
     kind: Kind
+    """`appended` is what only comes after all of the earlier context: new, and no change of it."""
     there: tuple[Part, ...]
     """In the nearest earlier context: its request, then its answer."""
     here: tuple[Part, ...]
     """In the request that begins a row."""
-    text_there: str | None = None
-    """What the tokens of the whole stretch say, markup of the template included; None when it is not certain."""
-    text_here: str | None = None
 
     def sentence(self) -> str:
         """The change in a few words, such as `tool result 3 was replaced`."""
@@ -79,6 +82,8 @@ class Change:
                 return "1 item is the same" if len(self.here) == 1 else f"{len(self.here)} items are the same"
             case "removed":
                 return f"{there} {were} removed"
+            case "appended":
+                return f"{here} {'is' if len(self.here) == 1 else 'are'} new"
             case "inserted":
                 return f"{here} {were} inserted"
             case "replaced" if [part.role for part in self.there] == [part.role for part in self.here]:
@@ -117,7 +122,7 @@ class Boundary:
     changes: tuple[Change, ...]
     """All stretches in order; empty without a nearest call."""
     loose: tuple[tuple[str, str], ...]
-    """(there, here): stretches of text that differ and are no certain item's; empty where `changes` has the texts."""
+    """(there, here): every stretch of text that differs, where an item that changed has no certain text."""
 
 
 def context(calls: Mapping[UUID, CallCompleted], call_id: UUID) -> Context:
@@ -153,8 +158,9 @@ def boundary(
         tokens_here=here.prompt,
         detokenizer=detokenizer,
     )
-    told = any(change.text_there is not None or change.text_here is not None for change in changes)
-    loose = () if detokenizer is None or told else tuple(token_changes(tokens_there, here.prompt, detokenizer))
+    changed = (part for change in changes if change.kind != "same" for part in (*change.there, *change.here))
+    told = detokenizer is None or all(part.text is not None for part in changed)
+    loose = () if told or detokenizer is None else tuple(token_changes(tokens_there, here.prompt, detokenizer))
     return Boundary(here=here, nearest=nearest, changes=tuple(changes), loose=loose)
 
 
@@ -175,24 +181,16 @@ def compare(
         tokens_here: the new prompt's.
         detokenizer: without one there are no texts.
     """
-    stretches = _stretches([trace.digest for trace in there], [trace.digest for trace in here])
-    parts_there, parts_here = _parts(there), _parts(here)
-    texts: dict[int, _Texts] = {}
-    if detokenizer is not None:
-        texts = _texts(stretches, _pieces(tokens_there, detokenizer), _pieces(tokens_here, detokenizer))
-    changes: list[Change] = []
-    for number, each in enumerate(stretches):
-        found = texts.get(number, _Texts())
-        changes.append(
-            Change(
-                kind=each.kind,
-                there=_with_texts(parts_there[each.there_start : each.there_end], found.there),
-                here=_with_texts(parts_here[each.here_start : each.here_end], found.here),
-                text_there=None if found.there is None else "".join(found.there),
-                text_here=None if found.here is None else "".join(found.here),
-            )
+    parts_there = _parts(there, () if detokenizer is None else _pieces(tokens_there, detokenizer))
+    parts_here = _parts(here, () if detokenizer is None else _pieces(tokens_here, detokenizer))
+    return [
+        Change(
+            kind=each.kind,
+            there=tuple(parts_there[each.there_start : each.there_end]),
+            here=tuple(parts_here[each.here_start : each.here_end]),
         )
-    return changes
+        for each in _stretches([trace.digest for trace in there], [trace.digest for trace in here])
+    ]
 
 
 def token_changes(
@@ -216,15 +214,15 @@ class _Stretch:
     here_end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    there: list[str] | None = None
-    here: list[str] | None = None
-
-
 def _stretches(there: Sequence[object], here: Sequence[object]) -> list[_Stretch]:
     """Both sequences cut into stretches that are the same, and ones that are not."""
-    kinds: dict[str, Kind] = {"equal": "same", "replace": "replaced", "delete": "removed", "insert": "inserted"}
+    kinds: dict[str, Kind] = {
+        "equal": "same",
+        "replace": "replaced",
+        "delete": "removed",
+        "insert": "inserted",
+        "append": "appended",
+    }
     front = 0
     while front < min(len(there), len(here)) and there[front] == here[front]:
         front += 1
@@ -234,26 +232,57 @@ def _stretches(there: Sequence[object], here: Sequence[object]) -> list[_Stretch
     middle_there, middle_here = there[front : len(there) - back], here[front : len(here) - back]
     if len(middle_there) + len(middle_here) > _MOST:  # comparing all with all would take minutes
         tag = "replace" if middle_there and middle_here else "delete" if middle_there else "insert"
-        inner = [(tag, 0, len(middle_there), 0, len(middle_here))]
+        inner: list[tuple[str, int, int, int, int]] = [(tag, 0, len(middle_there), 0, len(middle_here))]
     else:
-        inner = SequenceMatcher(None, middle_there, middle_here, autojunk=False).get_opcodes()
+        inner = [*SequenceMatcher(None, middle_there, middle_here, autojunk=False).get_opcodes()]
     found: list[tuple[str, int, int, int, int]] = [("equal", 0, front, 0, front)] if front else []
     found += [(tag, low + front, high + front, at + front, end + front) for tag, low, high, at, end in inner]
     if back:
         found.append(("equal", len(there) - back, len(there), len(here) - back, len(here)))
+    elif found and found[-1][0] == "insert" and found[-1][1] == len(there):
+        found[-1] = ("append", *found[-1][1:])
     return [
         _Stretch(kind=kinds[tag], there_start=low, there_end=high, here_start=at, here_end=end)
         for tag, low, high, at, end in found
     ]
 
 
-def _parts(traces: Sequence[ItemTrace]) -> list[Part]:
+def _parts(traces: Sequence[ItemTrace], pieces: Sequence[str]) -> list[Part]:
     counts: dict[str, int] = {}
+    proven = _proven(traces, pieces)
+    results = [piece for piece in pieces if _RESULT.search(piece[:_HEAD].lower())]
+    taken = results if len(results) == sum(trace.role == "tool_result" for trace in traces) else []
     parts: list[Part] = []
     for index, trace in enumerate(traces):
-        counts[trace.role] = counts.get(trace.role, 0) + 1
-        parts.append(Part(index=index, role=trace.role, nth=counts[trace.role], digest=trace.digest))
+        nth = counts[trace.role] = counts.get(trace.role, 0) + 1
+        text = proven.get(trace.digest)
+        if text is None and trace.role == "tool_result" and taken:
+            text = taken[nth - 1]
+        parts.append(
+            Part(
+                index=index,
+                role=trace.role,
+                nth=nth,
+                digest=trace.digest,
+                text=text,
+                proven=trace.digest in proven,
+            )
+        )
     return parts
+
+
+def _proven(traces: Sequence[ItemTrace], pieces: Sequence[str]) -> dict[bytes, str]:
+    """The texts of messages, by the digests that they give."""
+    wanted = {trace.digest for trace in traces if trace.role in MESSAGES}
+    roles = {trace.role for trace in traces if trace.role in MESSAGES}
+    found: dict[bytes, str] = {}
+    for piece in pieces:
+        for text in _insides(piece):
+            for role in roles:
+                digest = Item.message(cast("MessageRole", role), [text]).digest
+                if digest in wanted:
+                    found[digest] = text
+    return found
 
 
 def _pieces(tokens: Sequence[int], detokenizer: Detokenizer) -> list[str]:
@@ -270,52 +299,11 @@ def _pieces(tokens: Sequence[int], detokenizer: Detokenizer) -> list[str]:
     return pieces
 
 
-def _texts(stretches: Sequence[_Stretch], there: Sequence[str], here: Sequence[str]) -> dict[int, _Texts]:
-    """The pieces of each stretch of items that changed, by its number; empty when they do not correspond."""
-    changed = [number for number, each in enumerate(stretches) if each.kind != "same"]
-    pieces = [each for each in _stretches(there, here) if each.kind != "same"]
-    # The prompt ends with the template's opening of the next answer, where the earlier context has its answer.
-    if len(pieces) == len(changed) + 1 and pieces[-1].there_end == len(there) and pieces[-1].here_end == len(here):
-        pieces.pop()
-    if [each.kind for each in pieces] != [stretches[number].kind for number in changed]:
-        return {}
-    return {
-        number: _Texts(there=[*there[each.there_start : each.there_end]], here=[*here[each.here_start : each.here_end]])
-        for number, each in zip(changed, pieces, strict=True)
-    }
-
-
-def _with_texts(parts: Sequence[Part], texts: list[str] | None) -> tuple[Part, ...]:
-    """The items with their texts where there is one for each."""
-    if texts is None or len(texts) != len(parts):
-        return tuple(parts)
-    return tuple(_with_text(part, text) for part, text in zip(parts, texts, strict=True))
-
-
-def _with_text(part: Part, text: str) -> Part:
-    """The item's own text where it can be told from the template's around it, by giving its digest; else all of it."""
-    own: str | None = None
-    if part.role in MESSAGES:
-        own = next((each for each in _insides(text) if _digest(part.role, each) == part.digest), None)
-    return Part(
-        index=part.index,
-        role=part.role,
-        nth=part.nth,
-        digest=part.digest,
-        text=text if own is None else own,
-        proven=own is not None,
-    )
-
-
 def _insides(text: str) -> list[str]:
     """What of a piece a message may be: all of it, what follows its first line, each without white space around."""
     lines = [text, text.partition("\n")[2], text.partition(">")[2].partition("\n")[2], text.partition(">")[2]]
     lines += [each.rpartition("<")[0] for each in [*lines]]
     return [*dict.fromkeys(cut for each in lines for cut in (each, each.removesuffix("\n"), each.strip()))]
-
-
-def _digest(role: str, text: str) -> bytes:
-    return Item.message(cast("MessageRole", role), [text]).digest
 
 
 def _named(parts: Sequence[Part]) -> str:

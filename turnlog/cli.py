@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from turnlog.archive import archive
+from turnlog.audit.command import audit_log
 from turnlog.console import (
     Archived,
     AsJson,
@@ -51,6 +52,7 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
+app.add_typer(media, name="media")
 app.command(epilog="Example: [bold]turnlog archive --before 2026-11-01 --to s3://bucket/turnlog[/]")(archive)
 db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(
     copy_log
@@ -63,6 +65,11 @@ db.command(
 db.command("drain", epilog="Example: [bold]turnlog db drain turnlog.spool --db postgresql://user@host/turnlog[/]")(
     drain
 )
+app.command(
+    "audit",
+    epilog="Examples: [bold]turnlog audit[/] while servers run, "
+    "[bold]turnlog audit --finished --archive s3://bucket/turnlog[/] at the end.",
+)(audit_log)
 app.command(
     "tail",
     epilog="Examples: [bold]turnlog tail -f --after now[/] watches, "
@@ -190,18 +197,38 @@ def _prepare(url: str, *, create: bool) -> None:
         database.dispose()
 
 
-@app.command(epilog="Examples: [bold]turnlog show[/] lists the rollouts, [bold]turnlog show demo-1[/] draws one.")
+@app.command(
+    epilog="Examples: [bold]turnlog show[/] lists the rollouts, [bold]turnlog show demo-1[/] draws one, "
+    "[bold]turnlog show demo-1 --boundary 3 --tokenizer MODEL[/] says what changed before its third call."
+)
 def show(
     rollout: Annotated[str | None, typer.Argument(help="Id of the rollout. Without it: a list of all.")] = None,
+    boundary: Annotated[
+        str | None,
+        typer.Option(metavar="CALL", help="What changed before this call, which begins a row: its number or id."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder of the served model, to show the texts of --boundary.")
+    ] = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a rollout as a tree: which call continues which, where rows begin and why."""
     from store import log
     from store.database import read
+    from turnlog.changes import facts_of_boundary, found_boundary, print_boundary
     from turnlog.show import facts, load, summaries, tree
 
+    if boundary is not None and rollout is None:
+        raise typer.BadParameter("names a call of a rollout: name the rollout too", param_hint="--boundary")
     with opened(url) as database, read(database) as connection:
+        if rollout is not None and boundary is not None:
+            changed = found_boundary(connection, rollout, boundary, tokenizer)
+            if as_json:
+                print_json(facts_of_boundary(changed))
+            else:
+                print_boundary(changed, Console(highlight=False))
+            return
         if rollout is not None:
             found = load(connection, rollout)
             if as_json:
@@ -381,13 +408,16 @@ def sql(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of objects instead, all lines.")] = False,
     parquet: Annotated[Path | None, typer.Option(dir_okay=False, help="Write all lines to this file instead.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Most lines in the terminal; 0 for all.")] = 100,
+    archive: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask log and this archive as one, in DuckDB's SQL.")
+    ] = None,
     url: Db = None,
 ) -> None:
     """Ask the log a question in SQL. Whatever the query says, it cannot change the log.
 
     Ids are shown as UUIDs, other bytes in hex; uuid('0198...') makes an id of a text.
     """
-    from turnlog.sql import ask, first_lines, tables, write_csv, write_json, write_parquet
+    from turnlog.sql import ask, ask_both, first_lines, tables, write_csv, write_json, write_parquet
 
     if sum((as_csv, as_json, parquet is not None)) > 1:
         raise typer.BadParameter("--csv, --json and --parquet are three answers: ask for one of them")
@@ -399,7 +429,8 @@ def sql(
             else:
                 Console().print(table_of(listed, empty="no tables"))
             return
-        with ask(database, sys.stdin.read() if query == "-" else query) as answer:
+        words = sys.stdin.read() if query == "-" else query
+        with ask(database, words) if archive is None else ask_both(database, archive, words) as answer:
             if as_csv:
                 write_csv(answer, sys.stdout)
             elif as_json:

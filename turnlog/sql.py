@@ -9,10 +9,11 @@ Law: no text can change the log. It runs in a read-only snapshot, as one stateme
   the query calls still runs in a transaction that is read only and whose first snapshot is taken, so that no setting
   makes it writable again. `explain` is no query, so it runs as a prepared statement, which is one statement as well.
   At the end all is rolled back: `explain analyze create table ... as` gets past the read-only transaction.
+- With an archive DuckDB runs it, on a copy of both in memory that reaches no file (`replay.attached`).
 
 Rights stay those of the URL's user: on PostgreSQL a superuser's query can call functions that reach beyond the log.
 
-`uuid('0198...')` makes an id of a text, on both databases.
+`uuid('0198...')` makes an id of a text, on each of them.
 """
 
 from __future__ import annotations
@@ -76,6 +77,21 @@ def ask(database: Engine, sql: str) -> Generator[Answer]:
         else:
             with _postgresql(driver, sql) as answer:  # type: ignore[arg-type]
                 yield answer
+
+
+@contextmanager
+def ask_both(database: Engine, archive: str | None, sql: str) -> Generator[Answer]:
+    """Run one query of DuckDB's on log and archive together, a copy of both. Raises BadSql, and what reading raises."""
+    import duckdb
+
+    from replay.attached import attached
+
+    with attached(database, archive) as engine, _refused(duckdb.Error):
+        statements = engine.extract_statements(sql)
+        reads = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+        if len(statements) != 1 or statements[0].type not in reads:
+            raise BadSql("it is not one statement that only reads")
+        yield _answer(engine.execute(statements[0]))
 
 
 def tables(database: Engine) -> list[dict[str, JsonValue]]:
