@@ -44,6 +44,7 @@ from store.database import read
 from turnlog.errors import BadSql, NotTabular
 
 if TYPE_CHECKING:
+    import duckdb
     import psycopg
 
 Value = int | float | str | bytes | Decimal | None
@@ -82,16 +83,27 @@ def ask(database: Engine, sql: str) -> Generator[Answer]:
 @contextmanager
 def ask_both(database: Engine, archive: str | None, sql: str) -> Generator[Answer]:
     """Run one query of DuckDB's on log and archive together, a copy of both. Raises BadSql, and what reading raises."""
-    import duckdb
-
     from replay.attached import attached
 
-    with attached(database, archive) as engine, _refused(duckdb.Error):
+    with attached(database, archive) as engine, ask_copy(engine, sql) as answer:
+        yield answer
+
+
+@contextmanager
+def ask_copy(engine: duckdb.DuckDBPyConnection, sql: str) -> Generator[Answer]:
+    """Run one query on what `replay.attached` gives. Raises BadSql."""
+    import duckdb
+
+    with _refused(duckdb.Error):
         statements = engine.extract_statements(sql)
         reads = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
         if len(statements) != 1 or statements[0].type not in reads:
             raise BadSql("it is not one statement that only reads")
-        yield _answer(engine.execute(statements[0]))
+        engine.execute("begin transaction read only")  # a query can hold a DELETE
+        try:
+            yield _answer(engine.execute(statements[0]))
+        finally:
+            engine.execute("rollback")
 
 
 def tables(database: Engine) -> list[dict[str, JsonValue]]:

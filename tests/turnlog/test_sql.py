@@ -14,12 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import Engine, func, select
 
+from replay.archive import open_archive
+from replay.attached import attached
+from replay.sealing import seal
 from store import schema
 from store.database import read, write
 from store.events import CallCompleted, RolloutOpened, RowTrained
 from store.log import append
 from turnlog.errors import BadSql, NotTabular
-from turnlog.sql import ask, first_lines, tables, write_csv, write_json, write_parquet
+from turnlog.sql import ask, ask_both, ask_copy, first_lines, tables, write_csv, write_json, write_parquet
 
 
 @pytest.fixture
@@ -182,6 +185,42 @@ def test_what_explain_makes_is_gone_with_its_answer(postgres_database: Engine) -
     """PostgreSQL lets this one through although the transaction is read only."""
     assert lines(postgres_database, "explain analyze create table mine as select 1")
     assert "mine" not in {each["name"] for each in tables(postgres_database)}
+
+
+OF_DUCKDB = [
+    *ESCAPES,
+    "copy (select 1) to 'mine.csv'",
+    "select * from read_csv('/etc/hosts')",
+    "attach 'mine.db' as mine",
+    "set enable_external_access = true",
+    "reset lock_configuration",
+    "install httpfs",
+    "export database 'mine'",
+]
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_log_and_archive_are_asked_as_one_and_not_changed(
+    database: Engine, calls: list[CallCompleted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    archive = str(tmp_path / "archive")
+    seal(database, open_archive(archive, new=True), before=2**62, name="a")
+    with write(database) as connection:
+        append(connection, [RolloutOpened(rollout_id="r2", opened_at=0)])
+    before = {each.name for each in tmp_path.iterdir()}
+    with attached(database, archive) as engine:
+        for text in OF_DUCKDB:
+            with pytest.raises(BadSql), ask_copy(engine, text) as answer:
+                list(answer.lines)
+    others = f"from model_call where call_id <> uuid('{calls[0].call_id}')"
+    question = f"select call_id, depth, 7 / 2 as half {others} order by depth"
+    with ask_both(database, archive, question) as answer:
+        assert [*answer.lines] == [(str(calls[1].call_id), 1, 3), (str(calls[2].call_id), 2, 3)]
+    with ask_both(database, archive, "select rollout_id, calls from rollout_state order by rollout_id") as answer:
+        assert [*answer.lines] == [("r1", 3), ("r2", 0)]
+    assert {each.name for each in tmp_path.iterdir()} <= before
+    assert count(database) == 2
 
 
 def test_explain_is_answered(database: Engine) -> None:

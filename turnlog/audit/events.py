@@ -17,8 +17,14 @@ from turnlog.audit.findings import Findings
 from turnlog.audit.source import RolloutEvents
 
 
-def check(rollout: RolloutEvents, findings: Findings) -> None:
-    """Every event of the rollout by itself, then the links between them."""
+def check(rollout: RolloutEvents, findings: Findings, *, finished: bool = False) -> None:
+    """Every event of the rollout by itself, then the links between them.
+
+    Args:
+        rollout: with its events.
+        findings: to add to.
+        finished: nothing is running any more, so each admitted call must have ended.
+    """
     for each in rollout.stored:
         findings.checked["readable"] += 1
         if each.event is None:
@@ -47,7 +53,7 @@ def check(rollout: RolloutEvents, findings: Findings) -> None:
             findings.note("unexplained_links", name(call))
         else:
             _link(rollout.rollout_id, sequence, call, calls, findings)
-    _ends(rollout, calls, findings)
+    _ends(rollout, calls, findings, finished=finished)
 
 
 def name(call: CallCompleted) -> str:
@@ -116,7 +122,9 @@ def _link(
         findings.differs("request_hash", rollout_id, name(call), stored=call.request_hash, derived=request_hash)
 
 
-def _ends(rollout: RolloutEvents, calls: Mapping[UUID, tuple[int, CallCompleted]], findings: Findings) -> None:
+def _ends(
+    rollout: RolloutEvents, calls: Mapping[UUID, tuple[int, CallCompleted]], findings: Findings, *, finished: bool
+) -> None:
     """Each call was admitted, as what it became, and ended once."""
     intents = {intent.call_id: intent for intent in rollout.intents}
     ends = {end.call_id: end for end in rollout.ends}
@@ -148,8 +156,13 @@ def _ends(rollout: RolloutEvents, calls: Mapping[UUID, tuple[int, CallCompleted]
                 "intent", rollout.rollout_id, f"call_ended {end.call_id}", stored="no intent", derived="one before it"
             )
         findings.note("unanswered", f"call_ended {end.call_id}")
-    for call_id in of_kind["call_admitted"] - of_kind["call_completed"] - of_kind["call_ended"]:
-        findings.note("open", f"call_admitted {call_id} of rollout {rollout.rollout_id}")
+    if finished:
+        findings.checked["open_call"] += len(of_kind["call_admitted"])
+    for call_id in sorted(of_kind["call_admitted"] - of_kind["call_completed"] - of_kind["call_ended"], key=str):
+        event = f"call_admitted {call_id}"
+        findings.note("open", f"{event} of rollout {rollout.rollout_id}")
+        if finished:
+            findings.differs("open_call", rollout.rollout_id, event, stored="no end", derived="one, since nothing runs")
 
 
 _KINDS = ("call_admitted", "call_completed", "call_ended")

@@ -101,7 +101,7 @@ def audit(
             for rollout in found:
                 counts.update(each.place.kind for each in rollout.stored)
                 tokens += sum(call.delta_len for _, call in rollout.calls)
-                events.check(rollout, findings)
+                events.check(rollout, findings, finished=finished)
                 decisions.check(rollout.rollout_id, rollout.calls, findings)
                 suspects.check(rollout.rollout_id, [call for _, call in rollout.calls], findings)
                 declared.check(rollout, findings)
@@ -114,10 +114,6 @@ def audit(
             if progress is not None:
                 progress(done, total)
     writers.check(findings)
-    if finished:
-        findings.checked["open_call"] += counts["call_admitted"]
-        for event in findings.examples.get("open", ()):
-            findings.differs("open_call", None, event, stored="no end", derived="one, since nothing is running")
     return Audited(
         position=at,
         findings=findings,

@@ -1,0 +1,468 @@
+"""`turnlog audit`: a whole log is clean on both databases; a changed one is not, and the audit says where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Connection, Engine, make_url, text
+from typer.testing import CliRunner
+
+from replay.errors import PositionAhead
+from store import codec, copy, log, schema
+from store.columns import event_of, row_of
+from store.database import open_database, read, write
+from store.events import (
+    CallAdmitted,
+    CallCompleted,
+    CallEnded,
+    MediaShown,
+    MediaStored,
+    RolloutOpened,
+    RolloutScored,
+    logprob_bytes,
+    token_bytes,
+    uuid7,
+)
+from store.media import open_media
+from store.settled import Position
+from tests.conftest import _postgres_database as postgres_database
+from tests.turnlog.played import played_log
+from turnlog.audit.findings import NOTES, RULES
+from turnlog.audit.run import Audited, audit
+from turnlog.cli import app
+
+
+class Copies:
+    """Logs that are made once and copied for each test: the whole one, and a small one without guards."""
+
+    def __init__(self, request: pytest.FixtureRequest, folder: Path) -> None:
+        self._request = request
+        self._folder = folder
+        self._made: dict[tuple[str, str], str] = {}
+        self.opened = ExitStack()
+
+    @contextmanager
+    def __call__(self, which: str, kind: str) -> Generator[Engine]:
+        """A fresh copy in `sqlite` or `postgres`."""
+        source = self._source(which, kind)
+        with ExitStack() as used:
+            if kind == "sqlite":
+                shutil.copy(source, self._folder / "fresh.db")
+                url = f"sqlite:///{self._folder / 'fresh.db'}"
+            else:
+                url = used.enter_context(self._postgres(make_url(source).database or ""))
+            database = open_database(url)
+            try:
+                yield database
+            finally:
+                database.dispose()
+
+    def _source(self, which: str, kind: str) -> str:
+        if (which, kind) in self._made:
+            return self._made[which, kind]
+        if kind == "postgres":
+            url = self.opened.enter_context(self._postgres(self._request.getfixturevalue("postgres_template")))
+            with self(which, "sqlite") as source:
+                target = open_database(url)
+                copy.copy(source, target)
+                if which == "small":
+                    with write(target) as connection:
+                        unguarded(connection)
+                target.dispose()
+            self._made[which, kind] = url
+        else:
+            (self._folder / which).mkdir()
+            database = played_log(self._folder / which)
+            if which == "small":
+                with write(database) as connection:
+                    unguarded(connection)
+                    keep_some(connection)
+            database.dispose()
+            self._made[which, kind] = str(self._folder / which / "played.db")
+        return self._made[which, kind]
+
+    def _postgres(self, template: str) -> AbstractContextManager[str]:
+        server = self._request.getfixturevalue("postgres_server")
+        return contextmanager(postgres_database)(server, template)
+
+
+@pytest.fixture(scope="module")
+def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copies]:
+    """Copies of the played log."""
+    made = Copies(request, tmp_path_factory.mktemp("copies"))
+    yield made
+    made.opened.close()
+
+
+def differences(found: Audited) -> list[str]:
+    return [str(each) for each in found.findings.shown]
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def played(request: pytest.FixtureRequest, copies: Copies) -> Iterator[Engine]:
+    """The recordings as they were played, in both databases."""
+    with copies("whole", request.param) as database:
+        yield database
+
+
+def test_the_log_of_the_recordings_is_clean(played: Engine) -> None:
+    found = audit(played)
+    assert differences(found) == []
+    assert found.clean
+    with read(played) as connection:
+        calls = connection.scalar(text("select count(*) from model_call"))
+        rows = connection.scalar(text("select count(*) from trained_row"))
+    for rule in ("decision", "parent", "lengths", "chain_hash", "mask", "root", "writer"):
+        assert found.findings.checked[rule] == calls
+    assert found.findings.checked["trained_row"] == rows > 0
+    assert found.findings.checked["declared_rewrite"] > 5
+    assert found.findings.notes["open"] == 1
+    assert found.findings.notes["echo_not_kept"] == 0
+    assert found.findings.notes.keys() <= NOTES.keys()
+    assert found.findings.checked.keys() <= RULES.keys()
+    assert found.tokens > 100_000
+
+
+def test_two_audits_at_one_position_say_the_same_while_the_log_grows(played: Engine, chain_maker: Any) -> None:
+    before = audit(played)
+    with write(played) as connection:
+        log.append(connection, chain_maker(rollout_id="new"))
+    again = audit(played, position=before.position)
+    assert (again.position, again.events, again.findings.checked) == (
+        before.position,
+        before.events,
+        before.findings.checked,
+    )
+    assert again.clean
+    now = audit(played)
+    assert now.events["call_completed"] == before.events["call_completed"] + 3
+    assert not now.clean  # nobody opened or admitted them
+    with pytest.raises(PositionAhead):
+        audit(played, position=Position(calls=10**9))
+
+
+def test_a_call_without_an_end_is_a_difference_once_nothing_runs(played: Engine) -> None:
+    found = audit(played, finished=True)
+    (said,) = differences(found)
+    assert "open_call: stored no end" in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tampering:
+    """What somebody does to a log by hand, and the rules that must say so."""
+
+    change: Callable[[Connection, CallCompleted], None]
+    rules: frozenset[str]
+    fits: Callable[[CallCompleted], bool] = lambda _: True
+    """Calls that it can be done to."""
+
+
+def rewrite(connection: Connection, call: CallCompleted, **columns: Any) -> None:
+    """Put other values into the columns of a stored call, past everything."""
+    connection.execute(schema.model_call.update().where(schema.model_call.c.call_id == call.call_id).values(**columns))
+
+
+def with_token(connection: Connection, call: CallCompleted) -> None:
+    tokens = np.frombuffer(call.token_ids, "<i4").copy()
+    tokens[len(tokens) // 2] += 1
+    packed = codec.pack(token_bytes(tokens))
+    rewrite(connection, call, codec=packed.codec, token_ids=packed.data)
+
+
+def with_token_and_digest(connection: Connection, call: CallCompleted) -> None:
+    """By somebody who knows how digests are made."""
+    tokens = np.frombuffer(call.token_ids, "<i4").copy()
+    tokens[0] += 1
+    other = call.model_copy(update={"token_ids": token_bytes(tokens)})
+    row = row_of(other)
+    rewrite(connection, call, codec=row["codec"], token_ids=row["token_ids"], digest=row["digest"])
+
+
+def with_logprob(connection: Connection, call: CallCompleted) -> None:
+    logprobs = np.frombuffer(call.logprobs, "<f4").copy()
+    logprobs[-1] -= 0.25
+    rewrite(connection, call, logprobs=logprob_bytes(logprobs))
+
+
+def with_parent(connection: Connection, call: CallCompleted) -> None:
+    others = [
+        each for each in log.calls(connection, call.rollout_id) if each.call_id not in (call.call_id, call.parent_id)
+    ]
+    other = call.model_copy(update={"parent_id": others[0].call_id})
+    rewrite(connection, call, parent_id=other.parent_id, digest=other.digest())
+
+
+def with_digest(connection: Connection, call: CallCompleted) -> None:
+    rewrite(connection, call, digest=bytes(32))
+
+
+def with_depth(connection: Connection, call: CallCompleted) -> None:
+    other = call.model_copy(update={"depth": call.depth + 1})
+    rewrite(connection, call, depth=other.depth, digest=other.digest())
+
+
+def with_reason(connection: Connection, call: CallCompleted) -> None:
+    """A root is explained away, in the call and in its intent."""
+    other = call.model_copy(update={"reason": "context_replaced"})
+    rewrite(connection, call, reason=other.reason, digest=other.digest())
+    (intent,) = [each for each in log.intents(connection, call.rollout_id) if each.call_id == call.call_id]
+    changed = intent.model_copy(update={"reason": other.reason})
+    table = schema.call_intent
+    connection.execute(
+        table.update().where(table.c.call_id == call.call_id).values(reason=changed.reason, digest=changed.digest())
+    )
+
+
+def with_item(connection: Connection, call: CallCompleted) -> None:
+    digests = b"".join(item.digest for item in call.request_items)
+    changed = bytes([digests[0] ^ 1]) + digests[1:]
+    fields = {"request_digests": changed, "request_roles": [item.role for item in call.request_items]}
+    row = {**row_of(call), **fields, "sequence": 1}
+    rewrite(connection, call, request_digests=changed, digest=event_of(CallCompleted, row).digest())
+
+
+def without_call(connection: Connection, call: CallCompleted) -> None:
+    connection.execute(schema.model_call.delete().where(schema.model_call.c.call_id == call.call_id))
+
+
+def without_opening(connection: Connection, call: CallCompleted) -> None:
+    connection.execute(schema.rollout.delete().where(schema.rollout.c.rollout_id == call.rollout_id))
+
+
+def without_intent(connection: Connection, call: CallCompleted) -> None:
+    connection.execute(schema.call_intent.delete().where(schema.call_intent.c.call_id == call.call_id))
+
+
+def without_bytes(connection: Connection, call: CallCompleted) -> None:
+    rewrite(connection, call, codec=codec.ZSTD, token_ids=b"no frame at all")
+
+
+def with_swapped_blobs(connection: Connection, call: CallCompleted) -> None:
+    """The tokens of two calls change places, so that each is whole in itself."""
+    calls = [each for rollout_id in KEPT for each in log.calls(connection, rollout_id)]
+    other = next(each for each in calls if each.call_id != call.call_id and compressed(each))
+    here, there = row_of(call), row_of(other)
+    for one, blob in ((call, there), (other, here)):
+        rewrite(connection, one, codec=blob["codec"], token_ids=blob["token_ids"])
+
+
+def compressed(call: CallCompleted) -> bool:
+    """Whether its tokens are stored compressed: the table itself checks the length of those that are not."""
+    return row_of(call)["codec"] == codec.ZSTD
+
+
+def with_another_end(connection: Connection, call: CallCompleted) -> None:
+    end = CallEnded(call_id=call.call_id, rollout_id=call.rollout_id, state="lost", reason="gone", at=1)
+    row = row_of(end)
+    values = {column.name: row[column.name] for column in schema.call_end.c if column.name != "sequence"}
+    connection.execute(schema.call_end.insert().inline().values(values))
+
+
+TAMPERINGS = {
+    "one token": Tampering(change=with_token, rules=frozenset({"digest", "chain_hash"})),
+    "one token, and its digest made good": Tampering(change=with_token_and_digest, rules=frozenset({"chain_hash"})),
+    "one log-probability": Tampering(change=with_logprob, rules=frozenset({"digest"})),
+    "one parent, and its digest made good": Tampering(
+        change=with_parent, rules=frozenset({"chain_hash", "intent"}), fits=lambda call: call.parent_id is not None
+    ),
+    "one digest": Tampering(change=with_digest, rules=frozenset({"digest"})),
+    "one depth, and its digest made good": Tampering(
+        change=with_depth, rules=frozenset({"root"}), fits=lambda call: call.depth > 0
+    ),
+    "one reason, and all digests made good": Tampering(
+        change=with_reason,
+        rules=frozenset({"decision"}),
+        fits=lambda call: call.decision == "root" and call.reason != "context_replaced",
+    ),
+    "one item's digest, and the event's made good": Tampering(change=with_item, rules=frozenset({"request_hash"})),
+    "one deleted call": Tampering(change=without_call, rules=frozenset({"open_call"})),
+    "one deleted opening": Tampering(change=without_opening, rules=frozenset({"opening"})),
+    "one deleted intent": Tampering(change=without_intent, rules=frozenset({"intent"})),
+    "one array of other bytes": Tampering(change=without_bytes, rules=frozenset({"readable"})),
+    "two arrays that changed places": Tampering(
+        change=with_swapped_blobs, rules=frozenset({"readable"}), fits=lambda call: compressed(call)
+    ),
+    "one call ended twice": Tampering(change=with_another_end, rules=frozenset({"intent"})),
+}
+
+
+def unguarded(connection: Connection) -> None:
+    """Drop every trigger, as somebody who means it would."""
+    if connection.dialect.name == "sqlite":
+        for guard in schema.guards("sqlite"):
+            connection.execute(text(f"drop trigger if exists {guard}"))
+    else:
+        for table in schema.metadata.tables:
+            connection.execute(text(f"alter table {table} disable trigger all"))
+
+
+KEPT = ("codex", "claude-code-subagents", "nemo-gym-aviary", "pi")
+"""Rollouts of the small log: a compaction with windows, calls side by side, rewrites, a declared rewrite."""
+
+
+def keep_some(connection: Connection) -> None:
+    kept = ", ".join(f"'{name}'" for name in KEPT)
+    for table in ("trained_row", "rollout_outcome", "call_end", "model_call", "call_intent", "rollout"):
+        connection.execute(text(f"delete from {table} where rollout_id not in ({kept})"))
+
+
+def rules_of(found: Audited) -> set[str]:
+    """Rules that differ but for the guards, and the counts of calls that were left out of the small log on purpose."""
+    return {each.rule for each in found.findings.shown if each.rule not in ("guard", "writer")}
+
+
+def test_the_small_log_is_clean_but_for_its_guards(copies: Copies) -> None:
+    with copies("small", "sqlite") as database:
+        assert rules_of(audit(database, finished=True)) == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "examples"), [("sqlite", 30), pytest.param("postgres", 8, marks=pytest.mark.postgres)]
+)
+def test_every_tampering_is_caught_and_named(copies: Copies, kind: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(data=st.data())
+    def caught(data: st.DataObject) -> None:
+        with copies("small", kind) as database:
+            one_tampering(database, data)
+
+    caught()
+
+
+def one_tampering(database: Engine, data: st.DataObject) -> None:
+    what = data.draw(st.sampled_from(sorted(TAMPERINGS)))
+    tampering = TAMPERINGS[what]
+    with read(database) as connection:
+        calls = [call for rollout_id in KEPT for call in log.calls(connection, rollout_id) if tampering.fits(call)]
+    call = data.draw(st.sampled_from(calls))
+    with write(database) as connection:
+        tampering.change(connection, call)
+    found = audit(database, finished=True)
+    assert rules_of(found) >= tampering.rules, (what, differences(found))
+    named = [str(each) for each in found.findings.shown if each.rule in tampering.rules]
+    assert any(str(call.call_id) in each or f"rollout {call.rollout_id}: the rollout" in each for each in named)
+
+
+def test_guards_that_are_gone_are_named(played: Engine) -> None:
+    with write(played) as connection:
+        unguarded(connection)
+    found = audit(played)
+    assert found.findings.differences["guard"] >= len(schema.guards(played.dialect.name))
+    assert {each.rule for each in found.findings.shown} == {"guard"}
+
+
+def test_a_deleted_call_in_the_middle_leaves_a_hole_in_its_writers_count(played: Engine) -> None:
+    with write(played) as connection:
+        unguarded(connection)
+        (call,) = [
+            each
+            for rollout in log.rollouts(connection)
+            for each in log.calls(connection, rollout.rollout_id)
+            if each.writer_seq == 100
+        ]
+        without_call(connection, call)
+    found = audit(played)
+    assert any("no count 100" in each for each in differences(found))
+
+
+def test_a_repeated_count_is_named(database: Engine, chain_maker: Any) -> None:
+    one, two = chain_maker([(4, 2)], rollout_id="a")[0], chain_maker([(4, 2)], rollout_id="b")[0]
+    two = two.model_copy(update={"writer_seq": one.writer_seq})
+    with write(database) as connection:
+        log.append(connection, [one, two])
+    assert any("count 0 twice" in each for each in differences(audit(database)))
+
+
+def test_a_row_that_trained_and_is_not_what_it_was_is_named(played: Engine) -> None:
+    with read(played) as connection:
+        trained = connection.execute(text("select rollout_id, row_id from trained_row order by sequence")).first()
+        assert trained is not None
+        call = log.calls(connection, trained.rollout_id)[0]
+    with write(played) as connection:
+        unguarded(connection)
+        with_logprob(connection, call)
+    found = audit(played)
+    assert {each.rule for each in found.findings.shown if each.rollout_id == trained.rollout_id} == {
+        "digest",
+        "trained_row",
+    }
+
+
+def test_declarations_that_are_not_true_are_named(database: Engine, chain_maker: Any) -> None:
+    chain = chain_maker([(4, 2), (3, 2)])
+    cut = chain_maker([(4, 2)])[0].model_copy(update={"reason": "item_edited"})
+    scored = RolloutScored(
+        outcome_id=uuid7(1, bytes(10)), rollout_id="r1", reward=1, declared_rewrites=({"at": 2}, {"at": 9}), at=1
+    )
+    with write(database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=0), *chain, cut, scored])
+    said = [each for each in differences(audit(database)) if "declared_rewrite" in each]
+    assert [
+        part in each
+        for part, each in zip(("its outcome", "declared by the harness", "not declared"), said, strict=True)
+    ] == [True] * 3
+
+
+def test_media_whose_bytes_changed_are_named(database: Engine, chain_maker: Any, tmp_path: Path) -> None:
+    media = open_media(str(tmp_path / "media"), "sqlite:///none.db")
+    address = media.put(b"pixels")
+    gone = media.put(b"others")
+    call = chain_maker([(4, 2)])[0]
+    stored = [MediaStored.example().model_copy(update={"sha256": each}) for each in (address, gone)]
+    shown = [
+        MediaShown.example().model_copy(
+            update={"sha256": each.sha256, "call_id": call.call_id, "rollout_id": "r1", "place": place}
+        )
+        for place, each in enumerate(stored)
+    ]
+    with write(database) as connection:
+        log.append(connection, [*stored, *shown, call])
+    (file,) = [path for path in (tmp_path / "media").rglob("*") if path.is_file() and path.read_bytes() == b"others"]
+    file.write_bytes(b"swapped")
+    found = audit(database, media=media)
+    assert found.findings.checked["media"] == 2
+    (said,) = [each for each in differences(found) if ": media: " in each]
+    assert gone.hex() in said
+    assert audit(database).findings.notes["media_not_checked"] == 2
+
+
+def test_a_root_made_while_the_log_was_away_is_counted_and_not_guessed(database: Engine, chain_maker: Any) -> None:
+    call = chain_maker([(4, 2)])[0].model_copy(update={"reason": "log_unavailable"})
+    intent = CallAdmitted(
+        call_id=call.call_id,
+        rollout_id="r1",
+        decision="root",
+        reason="log_unavailable",
+        parent_id=None,
+        worker="w",
+        at=0,
+    )
+    with write(database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=0), intent, call])
+    found = audit(database)
+    assert (differences(found), found.findings.notes["log_unavailable"]) == ([], 1)
+
+
+def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None:
+    with copies("whole", "sqlite") as database:
+        url = database.url.render_as_string()
+        shown = CliRunner().invoke(app, ["audit", "--db", url], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert shown.exit_code == 0
+        assert "clean" in shown.stdout
+        assert "tokens/s" in shown.stdout
+        found = json.loads(CliRunner().invoke(app, ["audit", "--db", url, "--json"]).stdout)
+        assert (found["clean"], found["differences"]) == (True, [])
+        assert f"turnlog audit --position {found['position']}" in shown.stdout.replace("\n", "")
+        again = CliRunner().invoke(app, ["audit", "--db", url, "--position", found["position"], "--finished"])
+        assert again.exit_code == 1
+        assert "open_call: stored no end" in again.stdout
