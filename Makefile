@@ -28,12 +28,14 @@ bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN)/python "$$script"; done
 
 # vLLM's CPU wheel asks for torchvision, torchaudio and torchcodec and gets CUDA builds, which fail to import beside the
-# CPU build of torch. It does not need them for text models.
+# CPU build of torch. It does not need them for text models. The processors of the tests' tiny vision models import
+# torchvision: it lies in a folder of its own, where only their servers look (tests/pictured).
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --upgrade pip
 	$(RUN)/python -m pip install --editable '.[cpu,megatron,examples]' --group dev
 	$(RUN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(RUN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/vision torchvision==0.28.0
 	touch $(READY)
 
 # Stock agent harnesses against the server (harnesses/README.md). Needs npm; most of the Python ones ask for 3.12.

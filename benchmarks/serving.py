@@ -40,6 +40,7 @@ import psutil
 
 from store import migrate
 from store.database import open_database
+from store.media import open_media
 from turnlog.demo.model import build_model
 from turnlog.demo.server import ENVIRONMENT, NAME, RunningServer, start_server
 
@@ -246,7 +247,7 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     database = open_database(f"sqlite:///{folder}/own.db")
     migrate.upgrade(database)
     journal = Journal(database, worker="bench")
-    await Worker(engine, journal, reasoning="strict").install()
+    await Worker(engine, journal, open_media(f"{folder}/media", ""), reasoning="strict").install()
     gc.freeze()  # as vLLM's server does when it has started
     reading = Clock()
     messages: list[dict[str, str]] = [{"role": "user", "content": f"This is a story. {SAID}"}]

@@ -10,17 +10,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import numpy as np
 from pydantic import JsonValue
 
-from engine import capture
+from engine import capture, media
 from engine.capture import Admission, Generation
 from engine.errors import EngineError, LogDown
 from engine.items import Answer, Item
 from engine.journal import Journal
-from store.events import CallCompleted, RolloutOpened, token_array
+from store.events import CallCompleted, MediaShown, RolloutOpened, token_array
 
 logger = logging.getLogger("turnlog")
 
@@ -81,14 +82,18 @@ class Call:
             )
             for answer in answers
         ]
+        shown = {
+            event.call_id: media.events(admission.media, event.call_id, event.rollout_id, event.completed_at)
+            for event in events
+        }
         self.ended = True  # from here on a cancelled caller changes nothing: the commit goes on by itself
         try:
-            await self.journal.append(events)
+            await self.journal.append([*events, *chain.from_iterable(shown.values())])
         except EngineError:
             self.ended = False
             raise
         for event in events:
-            self._remember(admission, event)
+            self._remember(admission, event, [each for each in shown[event.call_id] if isinstance(each, MediaShown)])
 
     def end(self, state: EndState, reason: str) -> None:
         """Tell the log that the call ended without an answer; never waits, does nothing when it has ended already."""
@@ -100,10 +105,12 @@ class Call:
         self.journal.append_later([opening, *events])
         logger.info("rollout %s: call %s %s: %s", self.rollout_id, self.admission.call_ids[0], state, reason)
 
-    def _remember(self, admission: Admission, event: CallCompleted) -> None:
+    def _remember(self, admission: Admission, event: CallCompleted, shown: Sequence[MediaShown]) -> None:
         delta = token_array(event.token_ids)
-        chain = delta if admission.parent_chain is None else np.concatenate([admission.parent_chain, delta])
-        self.journal.remember_call(event, chain)
+        whole = delta if admission.parent_chain is None else np.concatenate([admission.parent_chain, delta])
+        self.journal.remember_call(event, whole)
+        if admission.media_count:
+            self.journal.remember_media(event.call_id, admission.parent_id, shown)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("turnlog_call", default=None)

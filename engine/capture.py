@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from engine.decide import Continuation, Root, echoes
 from engine.errors import EngineError
 from engine.items import Answer, Item, answer_key, reasoning_digest, traces
+from engine.media import Shown
 from store import hashing
 from store.events import (
     CallAdmitted,
@@ -90,6 +91,8 @@ class Admission:
     sampling: Mapping[str, JsonValue] = field(default_factory=dict)
     hints: Mapping[str, JsonValue] = field(default_factory=dict)
     media_count: int = 0
+    media: tuple[Shown, ...] = ()
+    """What is new in the prompt, in its order."""
     worker: str
     started_at: int
 

@@ -16,6 +16,13 @@ MARKERS = ("here ends what turnlog", "here ends what golnrut")
 SWITCHES = ("/no_think /nothink detailed thinking off", "/think detailed thinking on")
 """Words by which a message can switch thinking off or on in the templates of some models."""
 
+PICTURED = "+image"
+"""Behind a role: its message holds an image."""
+_PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAADgAAAA4CAIAAAAn5KxJAAAARElEQVR42u3O"
+    "QQkAAAgEsMtpEiMay4cphMECLNXzQkRFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRc8C6BOfnn5KPRcAAAAASUVORK5CYII="
+)
+"""56 by 56 pixels of one colour."""
 _THOUGHTS = ("reasoning", "reasoning_content")
 USUAL_SHAPES = (
     ("plain", False, 0, True, ("user",)),
@@ -75,8 +82,10 @@ def new_messages(roles: Sequence[str], found: Sequence[ToolCall], word: str) -> 
     """One message of each role; the n-th tool result is the n-th call's. They say the word before anything else."""
     messages: list[_Message] = []
     results = 0
-    for role in roles:
-        message: dict[str, object] = {"role": role, "content": f"{word} {role}"}
+    for told in roles:
+        role = told.removesuffix(PICTURED)
+        words = f"{word} {role}"
+        message: dict[str, object] = {"role": role, "content": words if role == told else _pictured(words)}
         if role == "tool" and found:
             message["tool_call_id"] = found[results % len(found)].id
             results += 1
@@ -104,6 +113,15 @@ def unasked_histories() -> Iterator[list[_Message]]:
         yield [*front, *step]
         if front:
             yield front
+
+
+def pictured_histories() -> Iterator[list[_Message]]:
+    """What an answer may follow where images were shown before: a template may count them."""
+    shown: _Message = {"role": "user", "content": _pictured("question")}
+    one = calls(1, "other")
+    yield [shown]
+    yield [*exchanges(1), answer(content="so"), shown, answer(content="so"), _turn("user", "and")]
+    yield [shown, answer(one), *new_messages((f"tool{PICTURED}",), one, "old")]
 
 
 def histories(*, few: bool) -> Iterator[list[_Message]]:
@@ -180,10 +198,25 @@ def text_only(message: _Message) -> bool:
     )
 
 
+def told_role(message: _Message) -> str | None:
+    """A message's role, and whether it holds images; None for one with a sound, a video or a file."""
+    role = str(message["role"])
+    if text_only(message):
+        return role
+    content = message["content"]
+    parts = content if isinstance(content, Sequence) else ()
+    others = {part.get("type") for part in parts if isinstance(part, Mapping)} - TEXT_PARTS
+    return role + PICTURED if others <= {"image_url", "input_image"} else None
+
+
 def answers_its_calls(found: Sequence[ToolCall], new: Sequence[_Message]) -> bool:
     """Whether every tool result among the new messages is of one of these calls."""
     known = {call.id for call in found}
     return all(message.get("tool_call_id") in known for message in new if message["role"] == "tool")
+
+
+def _pictured(words: str) -> list[_Message]:
+    return [{"type": "text", "text": words}, {"type": "image_url", "image_url": {"url": _PICTURE}}]
 
 
 def _turn(role: str, content: str) -> _Message:

@@ -42,10 +42,10 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from engine.items import Item, answer_key, reasoning_digest, traces
+from engine.items import Item, Media, answer_key, reasoning_digest, traces
 from engine.remembered import NOT_IN_THE_LOG_YET
 from store import hashing
-from store.events import ItemTrace, ReasoningPolicy
+from store.events import ItemTrace, MediaShown, ReasoningPolicy
 from store.lineage import KnownCall, TracedCall
 
 ECHOED = 8
@@ -277,6 +277,24 @@ def explain(items: Sequence[Item], render_hash: bytes, tools_digest: bytes, rece
     if not repeated:
         return root
     return replace(root, evidence={**root.evidence, "repeats_call": str(repeated[-1].call.call_id)})
+
+
+def with_kind(root: Root, items: Sequence[Item], shown: Sequence[MediaShown]) -> Root:
+    """The same root, with `kind` in its evidence when the first difference is nothing but an image or another medium.
+
+    `shown` are the media in the nearest call's prompt: the item here with some of them in the places of its own is the
+    one there. So an image that was encoded anew reads as `item_edited`, kind `image`.
+    """
+    at, there = root.evidence.get("first_difference"), root.evidence.get("digest_there")
+    if not isinstance(at, int) or not isinstance(there, str) or not items[at : at + 1] or not items[at].media:
+        return root
+    item = items[at]
+    known = [Media(kind=each.modality, address=f"sha256:{each.item_hash.hex()}") for each in shown]
+    count = len(item.media)
+    for begin in range(len(known) - count + 1):
+        if item.digest_with(known[begin : begin + count]).hex() == there:
+            return replace(root, evidence={**root.evidence, "kind": item.media[0].kind})
+    return root
 
 
 def decide(

@@ -3,7 +3,8 @@
     EngineError             500  base; what we cause ourselves
     ├── BadRequest          400  the harness sent something that cannot be read: mend the request
     │   ├── UnknownItem     400  a kind of message, part or call that turnlog does not know by name
-    │   └── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
+    │   ├── PromptTooLong   400  the prompt does not fit the model: compact, then ask again
+    │   └── RetainedMediaChanged 400  an image that is only repeated is not what the model saw: send the same bytes
     ├── NoToken             401  what the operator alone may reach, asked for without the operator's token
     ├── UnknownRoute        404  the path under a rollout is not served
     ├── UnknownRollout      404  the rollout was never opened, and this server wants it to be
@@ -68,6 +69,20 @@ class PromptTooLong(BadRequest):
         shown = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
         found = f"your messages resulted in {shown} tokens. Please reduce the length of the messages."
         super().__init__(f"This model's maximum context length is {limit} tokens. However, {found}", param="messages")
+
+
+class RetainedMediaChanged(BadRequest):
+    """What the processor makes of an image that the request only repeats is not what the model saw before."""
+
+    code = "retained_media_changed"
+
+    def __init__(self, place: int, modality: str, why: str) -> None:
+        self.place = place
+        super().__init__(
+            f"{self.code}: {modality} {place + 1} of this conversation {why}, under a message that did not change: "
+            "send what was sent before, or start the server with the processor settings that it had",
+            param="messages",
+        )
 
 
 class NoToken(EngineError):

@@ -115,6 +115,8 @@ class Item:
     """The reasoning is a payload that only its server can read."""
     item_id: str | None = field(default=None, compare=False)
     """What the wire calls this item, such as `msg_1` or a thinking block's signature; no part of what it says."""
+    canonical: Mapping[str, JsonValue] | None = field(default=None, compare=False, repr=False)
+    """What its digest is of; None for an item without media."""
 
     @property
     def model_authored(self) -> bool:
@@ -125,6 +127,23 @@ class Item:
     def media_count(self) -> int:
         """Images, sounds, videos and files in this item."""
         return len(self.media)
+
+    def digest_with(self, media: Sequence[Media]) -> bytes:
+        """The digest that this item would have with other media in the places of its own.
+
+        >>> one, other = (Media(kind="image", address=address) for address in ("sha256:1", "sha256:2"))
+        >>> item = Item.message("user", ["Look:", one])
+        >>> item.digest_with([other]) == Item.message("user", ["Look:", other]).digest != item.digest
+        True
+        """
+        assert self.canonical is not None, "an item with media"
+        parts, rest = self.canonical["parts"], iter(media)
+        assert isinstance(parts, list)
+        shown: list[JsonValue] = []
+        for part in parts:
+            is_text = isinstance(part, dict) and "text" in part
+            shown += [part] if is_text else _canonical_parts([next(rest)])
+        return hashing.item_digest(hashing.canonical_json({**self.canonical, "parts": shown}))
 
     @classmethod
     def message(
@@ -146,7 +165,16 @@ class Item:
             return _called(_text_message(role, text), item_id)
         fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": _canonical_parts(joined)}
         digest = _digest(fields, shown)
-        return cls(kind="message", role=role, digest=digest, text=text, media=_media(joined), item_id=item_id)
+        media = _media(joined)
+        return cls(
+            kind="message",
+            role=role,
+            digest=digest,
+            text=text,
+            media=media,
+            item_id=item_id,
+            canonical=fields if media else None,
+        )
 
     @classmethod
     def reasoning(cls, text: str, *, opaque: bool = False, item_id: str | None = None) -> Item:
@@ -334,7 +362,15 @@ def _tool_result(call_id: str, joined: Sequence[str | Media], is_error: bool, sh
         "parts": _canonical_parts(joined),
     }
     digest = _digest(fields, shown)
-    return Item(kind="tool_result", role="tool_result", digest=digest, text=_text(joined), media=_media(joined))
+    media = _media(joined)
+    return Item(
+        kind="tool_result",
+        role="tool_result",
+        digest=digest,
+        text=_text(joined),
+        media=media,
+        canonical=fields if media else None,
+    )
 
 
 def _utf8(text: str) -> bytes:

@@ -30,7 +30,7 @@ from engine.remembered import Remembered
 from store import lineage, log, recovery
 from store.database import claim_sqlite, read, read_one
 from store.errors import LogError
-from store.events import CallCompleted, CallEnded, Event, RolloutOpened
+from store.events import CallCompleted, CallEnded, Event, MediaShown, RolloutOpened
 from store.lineage import KnownCall, TracedCall
 from store.patience import SECONDS, Patience
 from store.spool import Spool
@@ -41,6 +41,8 @@ logger = logging.getLogger("turnlog")
 _T = TypeVar("_T")
 _CACHED_TOKENS = 16_000_000
 """Tokens of recent chains kept in memory: 64 MB as int32."""
+_MEDIA_KEPT = 4096
+"""Calls whose media are kept in memory; what two of one chain share is kept once."""
 _OPEN_KEPT = 100_000
 """Rollouts remembered as open; beyond that all are forgotten, which costs one statement each."""
 _READERS = 4
@@ -99,6 +101,7 @@ class Journal:
         self._openings: dict[str, int] = {}
         self._chains: OrderedDict[UUID, npt.NDArray[np.int32]] = OrderedDict()
         self._chain_tokens = 0
+        self._media: OrderedDict[UUID, tuple[MediaShown, ...]] = OrderedDict()
 
     def now(self) -> int:
         """Unix time in microseconds, later than any before."""
@@ -169,6 +172,25 @@ class Journal:
         chain = await self.query(lambda connection: lineage.chain_tokens(connection, call_id))
         self.remember(call_id, chain)
         return chain
+
+    async def media(self, call_id: UUID) -> Sequence[MediaShown]:
+        """The media in a call's prompt, from memory or by one query. Raises LogDown."""
+        if (found := self._media.get(call_id)) is None:
+            found = tuple(await self.query(lambda connection: lineage.chain_media(connection, call_id)))
+        self._keep_media(call_id, found)
+        return found
+
+    def remember_media(self, call_id: UUID, parent_id: UUID | None, shown: Sequence[MediaShown]) -> None:
+        """Keep a durable call's media at hand: its parent's, if they are, and those that are new in it."""
+        above = () if parent_id is None else self._media.get(parent_id)
+        if above is not None:
+            self._keep_media(call_id, (*above, *shown))
+
+    def _keep_media(self, call_id: UUID, found: tuple[MediaShown, ...]) -> None:
+        self._media[call_id] = found
+        self._media.move_to_end(call_id)
+        while len(self._media) > _MEDIA_KEPT:
+            self._media.popitem(last=False)
 
     def remember_call(self, call: CallCompleted, chain: npt.NDArray[np.int32]) -> None:
         """Keep a call that is durable at hand for its continuation."""

@@ -84,13 +84,13 @@ async def install(
     require_current(database)
     if (said := partitions.reminder(database, datetime.now(UTC))) is not None:
         logger.warning("%s", said)
-    open_media(settings.media, url)
+    media = open_media(settings.media, url)
     _keep_secrets(settings, api_keys)
     journal = _journal(database, settings, worker)
     lost = journal.start()
     for end in lost:
         logger.warning("rollout %s: call %s is lost: %s", end.rollout_id, end.call_id, end.reason)
-    engine_worker = Worker(engine, journal, reasoning=settings.reasoning)
+    engine_worker = Worker(engine, journal, media, reasoning=settings.reasoning)
     for shape, path in (await engine_worker.install()).items():
         logger.info("splice of %s: %s", shape, path)
     # Outermost, around the stack that vLLM has built already: its API-key check must see the path that is served.

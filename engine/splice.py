@@ -29,6 +29,7 @@ from typing import Literal, Protocol, TypeVar
 
 from engine.conversations import (
     MARKERS,
+    PICTURED,
     USUAL_SHAPES,
     ToolCall,
     answer,
@@ -38,8 +39,9 @@ from engine.conversations import (
     has_text,
     histories,
     new_messages,
+    pictured_histories,
     renamed,
-    text_only,
+    told_role,
     tool_calls,
     unasked_histories,
     unthought,
@@ -208,19 +210,20 @@ class Splicer:
     ) -> _Found | CannotSplice:
         last = next(i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant")
         new, made = messages[last + 1 :], tool_calls(messages[last])
-        if not all(text_only(message) for message in new):
-            return CannotSplice(why="media")
         kind = _Kind(options=options, calls=len(made), text=has_text(messages[last]))
         before = {messages[i]["role"] for i in range(last)}
-        roles = tuple(str(message["role"]) for message in new)
+        told = [told_role(message) for message in new]
+        roles = tuple(role for role in told if role is not None)
         shape = _Shape(kind=kind, tools=tools, roles=roles, asked="user" in before)
-        # What no proof covers: results of older calls, names that could be read as control tokens, a system message
+        # What no proof covers: sounds and videos, results of older calls, names that could be read as control tokens,
+        # a system message
         # after a developer's (vLLM moves both to the front for templates that know no developer).
         provable = (
             max(len(new), len(made)) <= _PROVEN_MESSAGES
             and answers_its_calls(made, new)
             and all(call.plain for call in made)
             and not ("system" in roles and "developer" in before)
+            and len(roles) == len(new)
         )
         try:
             ending = await self._ending(render, kind)
@@ -325,7 +328,9 @@ class Splicer:
         new = [
             (marker[start:], new_messages(shape.roles, made, word)) for marker, word in ((one, "new"), (two, "other"))
         ]
-        taken = await self._taken(render, shape)
+        taken = [*await self._taken(render, shape)]
+        if any(role.endswith(PICTURED) for role in shape.roles):
+            taken += await self._pictured(render, shape)
         for n, history in enumerate(taken):
             content = kind.content if kind.text or kind.calls else " " * (n % 3)
             conversation = [*history, answer(made, content=content, thinking=thoughts and n % 2 == 1)]
@@ -336,6 +341,15 @@ class Splicer:
         head = one[: min(cut, _same(one, await marked(renamed(made), "new")))]
         control = [token for token in one[len(head) : cut] if token in self._control]
         return _Proof(head=head, control=control, ending=replace(ending, ends=ending.ends | {one[cut - 1]}))
+
+    async def _pictured(self, render: Render, shape: _Shape) -> list[list[Message]]:
+        """The histories with images that the template takes."""
+        taken: list[list[Message]] = []
+        for history in pictured_histories():
+            with suppress(CannotRender):
+                await render(history, generation_prompt=True, tools=shape.tools)
+                taken.append(history)
+        return taken
 
     async def _taken(self, render: Render, shape: _Shape) -> list[list[Message]]:
         """The histories that the template takes; one that it refuses has no answer to continue."""

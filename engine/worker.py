@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
+from uuid import UUID
 
 from pydantic import JsonValue
 from vllm.exceptions import VLLMValidationError
@@ -29,14 +30,17 @@ from vllm.renderers.params import ChatParams
 from engine import decide
 from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
-from engine.decide import Continuation, Keys, Root
-from engine.dialects.wire import without_cache_control
-from engine.errors import EngineError, EngineMismatch, LogDown, PromptTooLong
+from engine.decide import Continuation, Root
+from engine.errors import EngineError, EngineMismatch, LogDown, PromptTooLong, RetainedMediaChanged
 from engine.items import Item
 from engine.journal import Journal, LookedUp
+from engine.media import media_parts, require_retained
+from engine.processed import Alone, Processed, hashes_of, starts_of
+from engine.rendering import Rendering, plain, plain_json
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
 from store import hashing
-from store.events import ReasoningPolicy
+from store.events import MediaShown, ReasoningPolicy
+from store.media import MediaStore
 
 logger = logging.getLogger("turnlog")
 
@@ -54,29 +58,10 @@ _PROBE_TOOLS: list[JsonValue] = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Rendering:
-    """One request's way to the template: its parameters, and the hashes of what shapes a prompt besides messages."""
-
-    chat_params: ChatParams
-    tok_params: Any
-    options: Mapping[str, Any]
-    render_hash: bytes
-    tools_digest: bytes
-    suffix_hash: bytes
-    """The render hash without tools: what a proof about suffixes is remembered under."""
-    keys: Keys
-
-    @property
-    def tools(self) -> bool:
-        """Whether the prompt shows tools."""
-        return bool(self.chat_params.chat_template_kwargs.get("tools"))
-
-
 class Worker:
     """One engine instance with its two methods wrapped."""
 
-    def __init__(self, engine: Any, journal: Journal, *, reasoning: ReasoningPolicy) -> None:
+    def __init__(self, engine: Any, journal: Journal, media: MediaStore, *, reasoning: ReasoningPolicy) -> None:
         """Check that the engine is one that can be captured. Raises EngineMismatch naming what is not."""
         check(engine)
         self.policy_version = 0
@@ -87,6 +72,13 @@ class Worker:
         self._told_strict = OrderedDict[str, None]()
         self._render_chat = engine.renderer.render_chat_async
         self._generate = engine.generate
+        vision = getattr(getattr(engine.model_config, "hf_config", None), "vision_config", None)
+        patch = getattr(vision, "patch_size", None)
+        self._processed = Processed(
+            media,
+            getattr(engine.renderer, "mm_processor_cache", None),
+            patch=patch if isinstance(patch, int) else None,
+        )
         tokenizer = engine.renderer.tokenizer
         # A tokenizer of mistral-common has no added tokens, only special ones.
         self._splicer = Splicer({*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids})
@@ -132,10 +124,10 @@ class Worker:
             if isinstance(decision, Continuation) and chain is not None:
                 suffix = await self._suffix(rendering, conversations[0], chain, call.items[decision.suffix :])
                 if not isinstance(suffix, CannotSplice):
-                    decision = decision.spliced(suffix.path, len(suffix.token_ids))
-                    prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
-                    await self._admit(call, rendering, decision, chain, prompt)
-                    return [conversations[0]], [prompt]
+                    made = await self._spliced(call, rendering, conversations[0], decision, chain, suffix)
+                    if not isinstance(made, CannotSplice):
+                        return [conversations[0]], [made]
+                    suffix = made
                 decision = decision.unspliced(suffix.why)
             try:
                 rendered, (prompt,) = await self._render_chat(conversations, chat_params, tok_params, **options)
@@ -146,14 +138,14 @@ class Worker:
                     too_long = PromptTooLong(limit=limit, prompt_tokens=limit + 1, at_least=True)
                     call.refuse(self._admission(call, rendering, decision, None, []), too_long)
                 raise
-            await self._admit(call, rendering, decision, None, prompt)
+            await self._admit(call, rendering, decision, None, prompt, media_parts(conversations[0]))
         except EngineError as error:
             # The gateway answers with it; the server gets an error of its own kind, which it handles without alarm.
             call.error = error
             raise VLLMValidationError(str(error)) from error
         return rendered, [prompt]
 
-    async def _decide(self, call: Call, rendering: _Rendering) -> Root | Continuation:
+    async def _decide(self, call: Call, rendering: Rendering) -> Root | Continuation:
         starts = rendering.keys.starts
         asked = await self._journal.look_up(call.rollout_id, list(starts)) if starts else LookedUp(calls=(), whole=True)
         found = decide.choose(call.items, rendering.keys, asked.calls, self._reasoning)
@@ -166,7 +158,9 @@ class Worker:
                 if not self._journal.spools:
                     raise
                 return _without_log(call)
-            return decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent)
+            return await self._named(
+                decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent), call.items
+            )
         if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
             self._told_strict[call.rollout_id] = None
             if len(self._told_strict) > _TOLD:
@@ -177,6 +171,16 @@ class Worker:
                 call.rollout_id,
             )
         return found
+
+    async def _named(self, root: Root, items: Sequence[Item]) -> Root:
+        """The same, with the kind of what differs where it is an image alone."""
+        nearest = root.evidence.get("nearest_call")
+        if not isinstance(nearest, str) or not any(item.media_count for item in items):
+            return root
+        try:
+            return decide.with_kind(root, items, await self._journal.media(UUID(nearest)))
+        except LogDown:
+            return root
 
     async def _chain_of(self, decision: Root | Continuation) -> Tokens | None:
         """The parent's chain; None for a root, and where the log would have to be asked for it and is away."""
@@ -190,7 +194,7 @@ class Worker:
             return None
 
     async def _suffix(
-        self, rendering: _Rendering, conversation: list[Any], chain: Tokens, new: Sequence[Item]
+        self, rendering: Rendering, conversation: list[Any], chain: Tokens, new: Sequence[Item]
     ) -> Suffix | CannotSplice:
         if getattr(rendering.tok_params, "truncate_prompt_tokens", None) is not None:
             return CannotSplice(why="truncate_prompt_tokens")
@@ -202,29 +206,79 @@ class Worker:
             return CannotSplice(why="instructions_moved")  # the server put them in front, where no suffix shows them
         return await self._splicer.suffix(
             self._render_of(rendering),
-            [*conversation[:answer], *map(_plain, conversation[answer:])],
+            [*conversation[:answer], *map(plain, conversation[answer:])],
             options=rendering.suffix_hash,
             tools=rendering.tools,
             last_token=int(chain[-1]),
         )
 
+    async def _spliced(
+        self,
+        call: Call,
+        rendering: Rendering,
+        conversation: list[Any],
+        decision: Continuation,
+        chain: Tokens,
+        suffix: Suffix,
+    ) -> dict[str, Any] | CannotSplice:
+        """The admitted prompt of a continuation, with all media that it shows where they stand in it."""
+        prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
+        decision = decision.spliced(suffix.path, len(suffix.token_ids))
+        parts = media_parts(conversation) if any(item.media_count for item in call.items) else []
+        if not parts:
+            await self._admit(call, rendering, decision, chain, prompt, parts)
+            return prompt
+        kept = await self._journal.media(decision.parent.call_id)
+        if len(kept) != sum(item.media_count for item in call.items[: decision.suffix]):
+            return CannotSplice(why="media_not_in_log")  # the parent is of a release that kept none
+        # Rendered by themselves: their items, without the text of a history.
+        _, (shown,) = await self._render_chat(
+            [[{"role": "user", "content": [*parts]}]], rendering.chat_params, rendering.tok_params, **rendering.options
+        )
+        starts = starts_of(shown, kept, len(chain), suffix.token_ids)
+        if starts is None:
+            self._processed.refused(hashes_of(shown))
+            return CannotSplice(why="media_not_placed")
+        prompt |= {"type": "multimodal", **{name: shown[name] for name in ("mm_kwargs", "mm_hashes")}}
+        prompt["mm_placeholders"] = {
+            modality: [dataclasses.replace(each, offset=at) for each, at in zip(found, starts[modality], strict=True)]
+            for modality, found in shown["mm_placeholders"].items()
+        }
+        await self._admit(call, rendering, decision, chain, prompt, parts, kept)
+        return prompt
+
     async def _admit(
-        self, call: Call, rendering: _Rendering, decision: Root | Continuation, chain: Tokens | None, prompt: Any
+        self,
+        call: Call,
+        rendering: Rendering,
+        decision: Root | Continuation,
+        chain: Tokens | None,
+        prompt: Any,
+        parts: Sequence[Mapping[str, object]],
+        kept: Sequence[MediaShown] = (),
     ) -> None:
         admission = self._admission(call, rendering, decision, chain, list(prompt["prompt_token_ids"]))
         limit = self._engine.model_config.max_model_len
-        if len(admission.prompt_ids) >= limit:
-            error = PromptTooLong(limit=limit, prompt_tokens=len(admission.prompt_ids))
-            call.refuse(admission, error)
-            raise error
-        call.policy_version = self.policy_version
-        await call.admit(admission)
+        try:
+            if len(admission.prompt_ids) >= limit:
+                raise PromptTooLong(limit=limit, prompt_tokens=len(admission.prompt_ids))
+            read = await self._processed.shown(prompt, parts, self._alone(rendering))
+            require_retained(kept, read.shown[: len(kept)])
+            new = read.new(parts, admission.prev_len)
+            await self._processed.store(read, new)
+            call.policy_version = self.policy_version
+            await call.admit(dataclasses.replace(admission, media=tuple(new)))
+        except BaseException as error:
+            self._processed.refused(hashes_of(prompt))
+            if isinstance(error, PromptTooLong | RetainedMediaChanged):
+                call.refuse(admission, error)
+            raise
         prompt[_CALL] = call
 
     def _admission(
         self,
         call: Call,
-        rendering: _Rendering,
+        rendering: Rendering,
         decision: Root | Continuation,
         chain: Tokens | None,
         prompt_ids: list[int],
@@ -248,7 +302,7 @@ class Worker:
             started_at=call.started_at,
         )
 
-    def _prompt(self, rendering: _Rendering, token_ids: list[int]) -> dict[str, Any]:
+    def _prompt(self, rendering: Rendering, token_ids: list[int]) -> dict[str, Any]:
         """The engine's prompt of these ids, as the renderer would have returned it."""
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids, "arrival_time": time.time()}
         extras = rendering.options.get("prompt_extras") or {}
@@ -258,30 +312,13 @@ class Worker:
 
     def _rendering(
         self, chat_params: Any, tok_params: Any, options: Mapping[str, Any], *, items: Sequence[Item], model: JsonValue
-    ) -> _Rendering:
-        kwargs = {key: value for key, value in chat_params.chat_template_kwargs.items() if key != "tools"}
-        tools = without_cache_control(_plain_json(chat_params.chat_template_kwargs.get("tools")))
-        shaped: dict[str, JsonValue] = {
-            "model": model or str(self._engine.model_config.served_model_name),
-            "tokenizer_template": self._template,
-            "template": chat_params.chat_template,
-            "content_format": chat_params.chat_template_content_format,
-            "template_kwargs": _plain_json(kwargs),
-            "media": _plain_json(chat_params.media_io_kwargs),
-            "processor": _plain_json(chat_params.mm_processor_kwargs),
-        }
-        render_hash = hashing.render_hash({**shaped, "tools": tools})
-        return _Rendering(
-            chat_params=chat_params,
-            tok_params=tok_params,
-            options=options,
-            render_hash=render_hash,
-            keys=decide.candidate_keys(items, render_hash),
-            tools_digest=hashing.tagged_digest("tools", hashing.canonical_json(tools)),
-            suffix_hash=hashing.render_hash(shaped),
+    ) -> Rendering:
+        named = model or str(self._engine.model_config.served_model_name)
+        return Rendering.of(
+            chat_params, tok_params, options, items=items, model=named, tokenizer_template=self._template
         )
 
-    def _render_of(self, rendering: _Rendering) -> Render:
+    def _render_of(self, rendering: Rendering) -> Render:
         """The template and tokenizer under one request's parameters, for the splicer."""
 
         async def render(messages: Sequence[Message], *, generation_prompt: bool, tools: bool) -> list[int]:
@@ -291,14 +328,27 @@ class Worker:
             if not tools:
                 kwargs["tools"] = None
             params = dataclasses.replace(rendering.chat_params, chat_template_kwargs=kwargs)
-            copies = [_plain(message) for message in messages]
+            copies = [plain(message) for message in messages]
             try:
-                _, (prompt,) = await self._render_chat([copies], params, rendering.tok_params, **rendering.options)
+                # Beside the cache of what the engine has: nothing of this is sent there.
+                options = {**rendering.options, "skip_mm_cache": True}
+                _, (prompt,) = await self._render_chat([copies], params, rendering.tok_params, **options)
             except Exception as error:  # templates raise what they like
                 raise CannotRender(f"{type(error).__name__}: {error}") from error
             return list(prompt["prompt_token_ids"])
 
         return render
+
+    def _alone(self, rendering: Rendering) -> Alone:
+        """Renders one media part by itself, beside the cache of what the engine has."""
+
+        async def alone(part: Mapping[str, object]) -> Any:
+            messages = [[{"role": "user", "content": [part]}]]
+            options = {**rendering.options, "skip_mm_cache": True}
+            _, (prompt,) = await self._render_chat(messages, rendering.chat_params, rendering.tok_params, **options)
+            return prompt
+
+        return alone
 
     def _generated(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
         """Stand in for `generate`."""
@@ -316,12 +366,16 @@ class Worker:
         self, call: Call, prompt: Any, sampling_params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         assert call.admission is not None
-        sampling = {name: _plain_json(getattr(sampling_params, name, None)) for name in _SAMPLING}
+        sampling = {name: plain_json(getattr(sampling_params, name, None)) for name in _SAMPLING}
         call.admission = dataclasses.replace(call.admission, sampling=sampling)
         delta = "DELTA" in str(sampling_params.output_kind)
+        hashes = hashes_of(prompt)
         # aclosing, so that a client that leaves still aborts the request in the engine.
         async with aclosing(self._generate(prompt, sampling_params, request_id, **options)) as outputs:
             async for output in outputs:
+                if hashes:
+                    self._processed.reached(hashes)
+                    hashes = []
                 _collect(call, output, delta=delta)
                 yield output
 
@@ -397,25 +451,3 @@ def _without_log(call: Call) -> Root:
 
 def _instructions(roles: Sequence[str]) -> int:
     return sum(role in ("system", "developer") for role in roles)
-
-
-def _plain(value: Any) -> Any:
-    """A message as plain dicts and lists: the server's lazy iterators can be read only once."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, str | bytes | int | float) or value is None:
-        return value
-    if hasattr(value, "model_dump"):
-        return value.model_dump(exclude_none=True)
-    return [_plain(inner) for inner in value]
-
-
-def _plain_json(value: Any) -> JsonValue:
-    """An option as JSON; what JSON cannot hold by its name, which is all that a hash of it needs."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain_json(inner) for inner in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)

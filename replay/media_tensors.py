@@ -29,6 +29,9 @@ TYPES = {
 """By the names that files of tensors have for them."""
 
 
+_KINDS = {"image": 1, "video": 2, "audio": 3}
+
+
 class Packed(NamedTuple):
     """One field of a pack's media, such as `pixel_values`."""
 
@@ -60,6 +63,15 @@ def packed(rows: Sequence[Sequence[MediaHandle]], count: int, source: MediaSourc
                 parts.setdefault(name, []).append(tensor)
                 lengths.setdefault(name, [0] * count)[place] += len(tensor)
     return {name: Packed(values=torch.cat(found), lengths=torch.tensor(lengths[name])) for name, found in parts.items()}
+
+
+def token_types(media: Sequence[MediaHandle], length: int) -> torch.Tensor:
+    """[length] int64 what each token of a row is: 0 text, 1 image, 2 video, as `mm_token_type_ids` says it."""
+    types = torch.zeros(length, dtype=torch.int64)
+    for handle in media:
+        here = types[handle.start : handle.start + handle.length]
+        here[torch.from_numpy(handle.embeds)] = _KINDS[handle.modality]
+    return types
 
 
 def normalised(

@@ -35,11 +35,12 @@ from store.events import (
     CallCompleted,
     CallEnded,
     Event,
+    MediaShown,
     RolloutOpened,
     RolloutScored,
 )
 
-_E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, RolloutScored)
+_E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, MediaShown, RolloutScored)
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
 _COPIED, _COPIED_FROM = (CallAdmitted, CallCompleted, CallEnded), 4
@@ -113,6 +114,11 @@ def intents(connection: Connection, rollout_id: str) -> list[CallAdmitted]:
 def ends(connection: Connection, rollout_id: str) -> list[CallEnded]:
     """The rollout's calls that ended without an answer, in order of sequence."""
     return _read(connection, CallEnded, _of_rollout(schema.call_end, rollout_id))
+
+
+def media(connection: Connection, rollout_id: str) -> list[MediaShown]:
+    """The media that the rollout's calls were shown, in order of sequence."""
+    return _read(connection, MediaShown, _of_rollout(schema.call_media, rollout_id))
 
 
 def outcomes(connection: Connection, rollout_id: str) -> list[RolloutScored]:

@@ -9,11 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HEAVY = {"vllm", "torch", "megatron", "duckdb", "transformers", "pyarrow"}
 SHELLS = {
+    "engine.processed",
     "engine.worker",
     "engine.plugin",
     "replay.dataset",
     "replay.indexed",
     "replay.loss",
+    "replay.media_tensors",
     "replay.megatron",
     "turnlog.demo.megatron_cpu",
     "turnlog.demo.qwen3",

@@ -39,6 +39,7 @@ from turnlog.console import (
 from turnlog.copying import copy_log
 from turnlog.db import db
 from turnlog.history import replay_history
+from turnlog.media import media
 from turnlog.recovery import check, drain
 from turnlog.tail import tail_log
 
@@ -52,6 +53,7 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
+app.add_typer(media, name="media")
 app.add_typer(media, name="media")
 app.command(epilog="Example: [bold]turnlog archive --before 2026-11-01 --to s3://bucket/turnlog[/]")(archive)
 db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(

@@ -9,7 +9,7 @@ as a flat list under its root, and grows a level only where two calls continue t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from uuid import UUID
@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 
 from replay.errors import UnknownRollout
 from store import log
-from store.events import CallAdmitted, CallCompleted, CallEnded, RolloutOpened, RolloutScored
+from store.events import CallAdmitted, CallCompleted, CallEnded, MediaShown, RolloutOpened, RolloutScored
 
 State = Literal["completed", "pending", "failed", "refused", "abandoned", "lost"]
 
@@ -47,6 +47,8 @@ class ShownCall:
     stored_tokens: int = 0
     """What the log keeps of it: the delta on top of the parent."""
     sampled_tokens: int = 0
+    media: tuple[MediaShown, ...] = ()
+    """Images and the like that are new in it."""
     evidence: dict[str, JsonValue] | None = None
     response_id: str | None = None
 
@@ -73,17 +75,29 @@ def load(connection: Connection, rollout_id: str) -> ShownRollout:
     return ShownRollout(
         opened=opened,
         calls=arrange(
-            log.calls(connection, rollout_id), log.intents(connection, rollout_id), log.ends(connection, rollout_id)
+            log.calls(connection, rollout_id),
+            log.intents(connection, rollout_id),
+            log.ends(connection, rollout_id),
+            log.media(connection, rollout_id),
         ),
         outcome=outcomes[-1] if outcomes else None,
     )
 
 
 def arrange(
-    completed: Sequence[CallCompleted], intents: Sequence[CallAdmitted], ends: Sequence[CallEnded]
+    completed: Sequence[CallCompleted],
+    intents: Sequence[CallAdmitted],
+    ends: Sequence[CallEnded],
+    media: Sequence[MediaShown] = (),
 ) -> tuple[ShownCall, ...]:
     """Bring a rollout's events together, one entry a call, in the order the calls were admitted."""
-    found = {call.call_id: _completed(number, call) for number, call in enumerate(completed, start=1)}
+    shown: dict[UUID, list[MediaShown]] = {}
+    for each in media:
+        shown.setdefault(each.call_id, []).append(each)
+    found = {
+        call.call_id: _completed(number, call, tuple(shown.get(call.call_id, ())))
+        for number, call in enumerate(completed, start=1)
+    }
     ended = {end.call_id: end for end in ends}
     for intent in intents:
         if intent.call_id not in found:
@@ -94,7 +108,7 @@ def arrange(
     return tuple(sorted(found.values(), key=lambda call: (call.at, call.number or 0, call.call_id)))
 
 
-def _completed(number: int, call: CallCompleted) -> ShownCall:
+def _completed(number: int, call: CallCompleted, media: tuple[MediaShown, ...]) -> ShownCall:
     return ShownCall(
         call_id=call.call_id,
         number=number,
@@ -107,6 +121,7 @@ def _completed(number: int, call: CallCompleted) -> ShownCall:
         prompt_tokens=call.prompt_len,
         stored_tokens=call.delta_len,
         sampled_tokens=call.sampled_len,
+        media=media,
         evidence=call.evidence,
         response_id=call.response_id,
     )
@@ -177,11 +192,24 @@ def _line(rollout: ShownRollout, call: ShownCall, *, begins: bool) -> str:
         sampled = f" · {call.sampled_tokens} tokens sampled until then" if call.sampled_tokens else ""
         return f"[yellow]✗ {call.state}[/] {escape(call.reason)}{said}{sampled} [dim]{call.call_id}[/]"
     total = call.prompt_tokens + call.sampled_tokens
-    tokens = f"stores {call.stored_tokens} of {total} tokens, {call.sampled_tokens} sampled"
+    tokens = f"stores {call.stored_tokens} of {total} tokens, {call.sampled_tokens} sampled{_media(call)}"
     decision = f"continues {rollout.number(call.parent_id)}" if call.parent_id else "root"
     why = escape(call.reason if call.parent_id else f"{call.reason}{_difference(rollout, call)}")
     mark = "[green]▶ row begins[/] " if begins else ""
     return f"{mark}[bold]{call.number}[/] {decision} · {why} · [dim]{tokens} · {escape(call.end or '')}[/]"
+
+
+def _media(call: ShownCall) -> str:
+    """What is new beside tokens, in words: how large, and by which address."""
+    return "".join(
+        f", {each.modality} {_size(each.geometry)}of {each.tokens} tokens {each.sha256.hex()[:8]}"
+        for each in call.media
+    )
+
+
+def _size(geometry: Mapping[str, JsonValue]) -> str:
+    width, height = geometry.get("width"), geometry.get("height")
+    return "" if width is None else f"{width}×{height} "
 
 
 def _difference(rollout: ShownRollout, call: ShownCall) -> str:
@@ -217,6 +245,7 @@ def _facts_of_call(rollout: ShownRollout, call: ShownCall) -> dict[str, JsonValu
         "prompt_tokens": call.prompt_tokens,
         "stored_tokens": call.stored_tokens,
         "sampled_tokens": call.sampled_tokens,
+        "media": [each.model_dump(mode="json", exclude={"kind", "call_id", "rollout_id", "at"}) for each in call.media],
         "end": call.end,
         "response_id": call.response_id,
         "evidence": call.evidence,

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, cast
 
 from pydantic import JsonValue
 
-from engine.errors import BadRequest, EngineError, PromptTooLong, UnknownItem
+from engine.errors import BadRequest, EngineError, PromptTooLong, RetainedMediaChanged, UnknownItem
 from engine.items import Answer, Item, Media
 
 Fields = Mapping[str, JsonValue]
@@ -141,6 +141,8 @@ def openai_error(error: EngineError, *, messages: str) -> dict[str, JsonValue]:
     fields: dict[str, JsonValue] = {"message": str(error)}
     if isinstance(error, PromptTooLong):
         fields |= {"type": "invalid_request_error", "param": messages, "code": "context_length_exceeded"}
+    elif isinstance(error, RetainedMediaChanged):
+        fields |= {"type": "invalid_request_error", "param": messages, "code": error.code}
     else:
         kind = _ERROR_TYPES.get(error.status, "InternalServerError")
         fields |= {"type": kind, "param": error.param, "code": error.status}

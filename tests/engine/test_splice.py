@@ -41,6 +41,13 @@ STRICT_ROLES = (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PICTURED = (
+    "{% set ns = namespace(shown=0) %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}IMAGE{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "ls"}}]
 QUESTION: list[Message] = [{"role": "user", "content": "What is here?"}]
 CALLS = [
@@ -190,13 +197,28 @@ def test_a_role_that_the_template_refuses_is_named(
     assert found == CannotSplice(why="template:no role system")
 
 
-def test_media_in_new_messages_cannot_be_spliced_yet(
-    splicer: Splicer, render_of: Callable[[str], Render], tokenizer: Tokenizer
+@pytest.mark.parametrize(
+    ("numbered", "kind", "path"),
+    [(False, "image_url", "marker"), (True, "image_url", "full"), (False, "video_url", "full")],
+)
+def test_new_images_are_rendered_without_the_history_where_a_proof_with_images_holds(
+    splicer: Splicer, render_of: Callable[[str], Render], tokenizer: Tokenizer, numbered: bool, kind: str, path: str
 ) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    messages = answered("one", [{"role": "user", "content": [{"type": "text", "text": "see"}, image]}])
-    found = suffix_of(splicer, render_of(CHATML), messages, last_token=tokenizer.token_to_id("<|im_end|>"))
-    assert found == CannotSplice(why="media")
+    """A template that numbers its images knows those before; of videos no proof is made."""
+    template = PICTURED.replace(
+        "IMAGE", "{% set ns.shown = ns.shown + 1 %}Image {{ ns.shown }}" if numbered else "Image"
+    )
+    shown = {"type": kind, kind: {"url": "data:image/png;base64,AA=="}}
+    new: Message = {"role": "user", "content": [shown, {"type": "text", "text": " see"}]}
+    messages = [new, {"role": "assistant", "content": "one"}, new]
+    end = tokenizer.token_to_id("<|im_end|>")
+    found = suffix_of(splicer, render_of(template), messages, last_token=end)
+    assert isinstance(found, Suffix)
+    assert found.path == path
+    said = "Image 2 see" if numbered else "Image see"
+    assert tokenizer.decode(found.token_ids, skip_special_tokens=False) == (
+        f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_probe_names_the_path_of_each_usual_shape(

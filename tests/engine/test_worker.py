@@ -28,6 +28,7 @@ from engine.settings import Settings
 from engine.worker import Worker, _logprobs_of, check
 from store.database import write
 from store.errors import MediaUnavailable, SchemaMismatch
+from store.media import open_media
 
 
 class Renderer:
@@ -120,7 +121,7 @@ def test_what_a_template_refuses_at_start_up_alarms_nobody(sqlite_database: Engi
     logger.addHandler(warned)
     journal = Journal(sqlite_database, worker="w")
     try:
-        paths = asyncio.run(Worker(engine, journal, reasoning="strict").install())
+        paths = asyncio.run(Worker(engine, journal, open_media("memory://worker", ""), reasoning="strict").install())
         assert paths["system, then user"].startswith("cannot_splice:template:")
         assert warned.buffer == []
         with pytest.raises(VLLMValidationError):

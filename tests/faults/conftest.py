@@ -27,6 +27,7 @@ from engine.journal import Journal
 from engine.worker import Worker
 from store import migrate
 from store.database import database_url, open_database, write
+from store.media import open_media
 from store.spool import Spool
 
 START, END = 256, 257
@@ -97,7 +98,7 @@ class SmallServer:
         self.before_commit: Hook = lambda: None
         self.journal = Journal(database, worker="w", spool=spool, patience=patience)
         self.lost = self.journal.start()
-        asyncio.run(Worker(self.engine, self.journal, reasoning="strict").install())
+        asyncio.run(Worker(self.engine, self.journal, open_media("memory://small", ""), reasoning="strict").install())
         self.gateway = Gateway(self._app, journal=self.journal)
 
     def ask(self, messages: Sequence[dict[str, str]], *, stream: bool = False, rollout: str = "r") -> httpx.Response:

@@ -5,7 +5,7 @@ turnlog. Law: each request is what the unmodified harness would have sent had th
 server mints or spells its own way (ids, argument spacing, a text cut at a stop string) is put in place of what the stub
 had served, wherever a request repeats it letter for letter; everything else is sent as it was recorded, except:
 
-- An image becomes a text with its digest: the model at hand reads no images.
+- An image becomes a text with its digest where the model at hand reads none; `pictured` says that it does.
 - A token limit above `CONTEXT` is lowered to it, as vLLM refuses what no prompt could leave room for; a limit of one
   token is raised to it, because the recorded answer, which later requests repeat, is longer. A thinking budget is
   kept below it.
@@ -144,7 +144,9 @@ def read(folder: Path) -> list[Recorded]:
     ]
 
 
-async def play(calls: list[Recorded], address: str, rollout: str, *, flip: bool = False) -> list[Played]:
+async def play(
+    calls: list[Recorded], address: str, rollout: str, *, flip: bool = False, pictured: bool = False
+) -> list[Played]:
     """Send a recording's calls to `address` as rollout `rollout`; `flip` sends streamed ones plain and vice versa."""
     echo = Echo()
     played: list[Played] = []
@@ -155,7 +157,7 @@ async def play(calls: list[Recorded], address: str, rollout: str, *, flip: bool 
         for call in calls:
             before = [running.pop(other.seq) for other in calls if other.ended <= call.started and other.seq in running]
             await asyncio.gather(*before)
-            body = adapted(echo.repeated(call.request), call.endpoint, flip=flip)
+            body = adapted(echo.repeated(call.request), call.endpoint, flip=flip, pictured=pictured)
             script = {**call.script, "when": {"body": digest(body)}}
             queued = await client.post(f"/scripted/{rollout}", json={"answers": [script]})
             assert queued.status_code == 200, queued.text
@@ -210,9 +212,9 @@ class Echo:
         return repeated
 
 
-def adapted(request: Fields, endpoint: str, *, flip: bool) -> Fields:
+def adapted(request: Fields, endpoint: str, *, flip: bool, pictured: bool = False) -> Fields:
     """The request as this server can take it; see the module's list."""
-    body: Fields = _without_images(request, "input_text" if endpoint == RESPONSES else "text")
+    body: Fields = request if pictured else _without_images(request, "input_text" if endpoint == RESPONSES else "text")
     for name in LIMITS:
         if name in body and not 1 < body[name] <= CONTEXT:
             body[name] = CONTEXT
