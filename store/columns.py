@@ -57,12 +57,13 @@ class Place:
         return tuple(getattr(event, name) for name in self.key)
 
 
-# Ends before completions: on PostgreSQL both take locks, and one order of taking them cannot deadlock.
+# Ends before completions, and objects, which several calls may store at once, before both: on PostgreSQL all take
+# locks, and one order of taking them cannot deadlock.
 PLACES = (
     Place(event=RolloutOpened, table=schema.rollout, key=("rollout_id",)),
+    Place(event=MediaStored, table=schema.media_object, key=("sha256",)),
     Place(event=CallAdmitted, table=schema.call_intent, key=("call_id",)),
     Place(event=CallEnded, table=schema.call_end, key=("call_id",)),
-    Place(event=MediaStored, table=schema.media_object, key=("sha256",)),
     Place(event=MediaShown, table=schema.call_media, key=("call_id", "place")),
     Place(event=CallCompleted, table=schema.model_call, key=("call_id",)),
     Place(event=RolloutScored, table=schema.rollout_outcome, key=("outcome_id",)),

@@ -36,6 +36,7 @@ from store.events import (
     CallEnded,
     Event,
     MediaShown,
+    MediaStored,
     RolloutOpened,
     RolloutScored,
 )
@@ -86,6 +87,8 @@ def append(connection: Connection, events: Iterable[Event], *, known: Mapping[UU
         _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)], known)
         for place in PLACES:
             mine = [event for event in batch if isinstance(event, place.event)]
+            if place.event is MediaStored:
+                mine.sort(key=place.key_of)  # others may be storing some of them in another order
             if mine:
                 _insert(connection, place, mine)
 

@@ -532,3 +532,28 @@ def test_the_order_in_which_independent_rollouts_are_appended_changes_nothing(
     with read(database) as connection:
         for call in (one[-1], two[-1]):
             assert lineage.chain_tokens(connection, call.call_id).tolist() == chain_of(call, [*one, *two])
+
+
+def test_two_writers_that_store_the_same_media_in_opposite_orders_do_not_hold_each_other_up(database, make_chain_maker):
+    objects = [MediaStored.example().model_copy(update={"sha256": bytes([number]) * 32}) for number in range(8)]
+    ends = [ended(call_id=uuid7(50 + number, bytes(10))) for number in range(2)]
+    failed: list[BaseException] = []
+
+    def write_on(number: int) -> None:
+        chain = make_chain_maker(number)(rollout_id=f"r{number}")
+        try:
+            for turn in range(20):
+                mine = [each.model_copy(update={"size": each.size + turn, "sha256": each.sha256[:31] + bytes([turn])})
+                        for each in objects]  # fmt: skip
+                append(database, *(mine if number else reversed(mine)), *chain[turn : turn + 1], ends[number])
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=write_on, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert count(database, "media_object") == 160
