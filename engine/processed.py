@@ -17,6 +17,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
 from pydantic import JsonValue
@@ -57,6 +58,8 @@ class Processed:
         self._cache = cache
         self._patch = patch
         self._made = OrderedDict[str, Made]()
+        self._items = OrderedDict[str, ReferenceType[Any]]()
+        """Where vLLM hands out its own copy each time: that it is the one that was read."""
         self._sent = OrderedDict[str, None]()
 
     async def shown(self, prompt: Mapping[str, Any], parts: Sequence[Mapping[str, object]], alone: Alone) -> Read:
@@ -130,8 +133,9 @@ class Processed:
         data: dict[bytes, bytes],
     ) -> Made:
         item = prompt["mm_kwargs"][place.modality][place.number]
+        known = self._made.get(mm_hash)
         if not _has_data(item):
-            if mm_hash in self._sent and (known := self._made.get(mm_hash)) is not None:
+            if mm_hash in self._sent and known is not None:
                 self._made.move_to_end(mm_hash)
                 return known
             other = await alone(part)
@@ -143,7 +147,10 @@ class Processed:
             items = [*prompt["mm_kwargs"][place.modality]]
             items[place.number] = item
             prompt["mm_kwargs"][place.modality] = items
+        if known is not None and (read := self._items.get(mm_hash)) is not None and read() is item:
+            return known
         made, packed = await asyncio.to_thread(self._read, item)
+        _remember(self._items, mm_hash, ref(item))
         data[made.stored.sha256] = packed
         return made
 

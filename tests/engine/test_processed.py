@@ -100,6 +100,17 @@ def test_an_item_that_was_left_out_is_believed_only_once_the_engine_had_it(media
     assert left_out["mm_kwargs"]["image"] == [None]
 
 
+def test_an_item_that_vllm_keeps_itself_is_read_once(media: MediaStore) -> None:
+    item = item_of(torch.ones(24, 12, dtype=torch.uint8), [1, 4, 6])
+    processed = Processed(media, None, patch=14)
+    first = read(processed, prompt_of(item))
+    asyncio.run(processed.store(first, first.shown))
+    again = read(processed, prompt_of(item))
+    assert (again.shown, again.data) == (first.shown, {})
+    other = read(processed, prompt_of(item_of(torch.zeros(24, 12, dtype=torch.uint8), [1, 4, 6])))
+    assert other.shown[0].made.stored.sha256 != first.shown[0].made.stored.sha256  # under the same name
+
+
 def test_an_item_of_a_refused_prompt_is_forgotten_by_the_cache(media: MediaStore) -> None:
     item, cache = item_of(torch.ones(24, 12, dtype=torch.uint8), [1, 4, 6]), Cache()
     processed = Processed(media, cache, patch=14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,14 @@ def started(folder: Path, name: Name, database: Engine) -> VisionServer:
     return VisionServer(name=name, model=model, database=database, running=running, log=folder / "server.log")
 
 
-def ids(server: VisionServer) -> list[int]:
+def ids(server: VisionServer, marks: Sequence[str] = MARKS) -> list[int]:
     tokenizer = Tokenizer.from_file(str(server.model / "tokenizer.json"))
-    return [tokenizer.token_to_id(mark) for mark in MARKS]
+    return [tokenizer.token_to_id(mark) for mark in marks]
+
+
+def ends(server: VisionServer) -> list[int]:
+    """Tokens that end an answer."""
+    return ids(server, ("<|im_end|>", "<|endoftext|>"))
 
 
 def bias(server: VisionServer) -> dict[str, int]:

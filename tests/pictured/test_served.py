@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from rich.console import Console
 
 from replay.rowset import build
 from store import tensors
@@ -23,6 +24,7 @@ from tests.pictured.pictures import data_uri, frames, patches, pixels, png
 from tests.pictured.server import VisionServer, answered, chat, ids, image_part, ten_turns, user
 from tests.scripted import player
 from tests.scripted.player import CHAT, MESSAGES, RESPONSES, Fields
+from turnlog.show import load, tree
 
 RECORDINGS = Path(__file__).parents[2] / "../shared/recordings"
 
@@ -84,6 +86,15 @@ def test_the_designs_example_stores_each_image_where_it_is_new_and_gives_three_r
         shown = [each for call in calls for each in vision.new(call)]
         rows = [[handle.sha256 for handle in row.media] for row in found.rows]
         assert rows == [[each.sha256 for each in shown[:2]], [each.sha256 for each in shown[2:4]], [shown[4].sha256]]
+        with read(vision.database) as connection:
+            drawn = Console(width=300)
+            with drawn.capture() as said:
+                drawn.print(tree(load(connection, rollout)))
+        lines = said.get().splitlines()[1:]
+        assert ["row begins" in line for line in lines] == [True, False, True, False, True]
+        for line, each in zip(lines, shown, strict=True):
+            assert f"image {each.geometry['width']}×{each.geometry['height']} of {each.tokens} tokens" in line
+            assert each.sha256.hex()[:8] in line
         for row in found.rows:
             for handle in row.media:
                 assert {*row.token_ids[handle.start : handle.start + handle.length].tolist()} == {ids(vision)[0]}
