@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
+from engine import tracing
 from engine.access import Access, of_request
 from engine.call import CURRENT, Call
 from engine.dialects import chat
@@ -84,7 +85,8 @@ class Gateway:
         answer = _Answer(send, call, dialect, client, streamed=bool(request.get("stream")))
         token = CURRENT.set(call)
         try:
-            await self._app(scope, client.receive, answer.send)
+            with tracing.request(scope["headers"]):
+                await self._app(scope, client.receive, answer.send)
         except Exception as error:
             if not client.gone:
                 call.end("failed", f"{type(error).__name__}: {error}")

@@ -27,6 +27,7 @@ from engine.capture import Writer
 from engine.clock import Clock
 from engine.errors import LogDown
 from engine.remembered import Remembered
+from engine.tracing import traced
 from store import lineage, log, recovery
 from store.database import claim_sqlite, read, read_one
 from store.errors import LogError
@@ -34,6 +35,7 @@ from store.events import CallCompleted, CallEnded, Event, MediaShown, RolloutOpe
 from store.lineage import KnownCall, TracedCall
 from store.patience import SECONDS, Patience
 from store.spool import Spool
+from store.writer import Watcher
 from store.writer import Writer as GroupCommit
 
 logger = logging.getLogger("turnlog")
@@ -82,6 +84,7 @@ class Journal:
         clock: Clock | None = None,
         spool: Spool | None = None,
         patience: float = SECONDS,
+        watcher: Watcher | None = None,
     ) -> None:
         self.database = database
         self.worker = worker
@@ -89,7 +92,9 @@ class Journal:
         """Whether calls are served while the log is away."""
         self._clock = Clock() if clock is None else clock
         self._remembered = Remembered()
-        self.writer = GroupCommit(database, capacity=_QUEUED, patience=Patience(patience), spool=spool)
+        self.writer = GroupCommit(
+            database, capacity=_QUEUED, patience=Patience(patience), spool=spool, watcher=watcher
+        )
         self._patience = Patience(patience)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="turnlog-reader")
         self._for_room = ThreadPoolExecutor(1, thread_name_prefix="turnlog-queue")
@@ -218,6 +223,7 @@ class Journal:
             self._open.clear()
         self._open.add(rollout_id)
 
+    @traced("turnlog.commit")
     async def append(self, events: Sequence[Event]) -> None:
         """Append the events in one transaction; returns when they are durable. Raises LogDown."""
         # A task begins with the event loop's next turn. So what is ready in one turn makes one commit, which calls

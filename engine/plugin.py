@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI
 from sqlalchemy import Engine
 
+from engine import metrics
 from engine.access import Access, hide_secrets
 from engine.dialects.routes import DIALECTS
 from engine.errors import EngineMismatch
@@ -88,6 +89,7 @@ async def install(
     _keep_secrets(settings, api_keys)
     journal = _journal(database, settings, worker)
     lost = journal.start()
+    metrics.of_process().durable(lost)
     for end in lost:
         logger.warning("rollout %s: call %s is lost: %s", end.rollout_id, end.call_id, end.reason)
     engine_worker = Worker(engine, journal, media, reasoning=settings.reasoning)
@@ -118,11 +120,11 @@ def _journal(database: Engine, settings: Settings, worker: str) -> Journal:
     if settings.on_log_failure == "spool":
         spool = Spool(folder, worker)
         spool.take_over(database)
-        return Journal(database, worker=worker, spool=spool)
+        return Journal(database, worker=worker, spool=spool, watcher=metrics.of_process())
     if left_over(folder, worker):
         with closing(Spool(folder, worker)) as spool:
             spool.take_over(database)
-    return Journal(database, worker=worker)
+    return Journal(database, worker=worker, watcher=metrics.of_process())
 
 
 def _keep_secrets(settings: Settings, api_keys: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.renderers.params import ChatParams
 
-from engine import decide
+from engine import decide, tracing
 from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
 from engine.decide import Continuation, Root
@@ -38,6 +38,7 @@ from engine.media import media_parts, require_retained
 from engine.processed import Alone, Processed, hashes_of, starts_of
 from engine.rendering import Rendering, plain, plain_json
 from engine.splice import CannotRender, CannotSplice, Message, Render, Splicer, Suffix
+from engine.tracing import traced
 from store import hashing
 from store.events import MediaShown, ReasoningPolicy
 from store.media import MediaStore
@@ -145,6 +146,7 @@ class Worker:
             raise VLLMValidationError(str(error)) from error
         return rendered, [prompt]
 
+    @traced("turnlog.decide", tracing.decided)
     async def _decide(self, call: Call, rendering: Rendering) -> Root | Continuation:
         starts = rendering.keys.starts
         asked = await self._journal.look_up(call.rollout_id, list(starts)) if starts else LookedUp(calls=(), whole=True)
@@ -193,6 +195,7 @@ class Worker:
                 raise
             return None
 
+    @traced("turnlog.splice", tracing.spliced)
     async def _suffix(
         self, rendering: Rendering, conversation: list[Any], chain: Tokens, new: Sequence[Item]
     ) -> Suffix | CannotSplice:

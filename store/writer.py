@@ -16,10 +16,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal, Protocol
 from uuid import UUID
 
 from sqlalchemy import Engine
@@ -69,6 +70,26 @@ class Counters:
     """Of these, those that the log did not take."""
 
 
+Missed = Literal["retried", "spooled", "drained", "failed"]
+"""While the log is away: commits are tried again, submissions go to the spool, come back from it, or fail."""
+
+
+class Watcher(Protocol):
+    """Who is told what a writer does, by its threads."""
+
+    def durable(self, events: Sequence[Event]) -> None:
+        """These events are in the log, or in the spool."""
+        ...
+
+    def committed(self, seconds: float, events: int, waiting: int) -> None:
+        """A transaction took so long; by then this many submissions wait for the next."""
+        ...
+
+    def missed(self, what: Missed, times: int) -> None:
+        """The log was away."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submission:
     events: tuple[Event, ...]
@@ -97,8 +118,10 @@ class Writer:
         capacity_bytes: int = _QUEUED_BYTES,
         patience: Patience | None = None,
         spool: Spool | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.counters = Counters()
+        self._watcher = watcher
         self._database = database
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
@@ -207,7 +230,7 @@ class Writer:
             self._to_spool(group)
             return
         try:
-            self._patience.attempt(lambda: self._commit(group))
+            took = self._patience.attempt(lambda: self._commit(group))
         except LogUnavailable as error:
             if self._spool is None:
                 self._fail(group, error)
@@ -222,18 +245,25 @@ class Writer:
         else:
             for submission in group:
                 submission.durable.set_result(None)
+            self._tell(lambda watcher: watcher.committed(took, sum(map(_events_of, group)), len(self._waiting)))
+            self._tell_durable(group)
+        self._tell_missed("retried", self._patience.retries - self.counters.retries)
         self.counters.retries = self._patience.retries
 
-    def _commit(self, group: Sequence[_Submission]) -> None:
+    def _commit(self, group: Sequence[_Submission]) -> float:
+        """Append the group; returns how many seconds that took."""
+        began = time.monotonic()
         with write(self._database) as connection:
             log.append(connection, (event for submission in group for event in submission.events), known=self._tips)
+        took = time.monotonic() - began
         self.counters.commits += 1
-        self.counters.events += sum(len(submission.events) for submission in group)
+        self.counters.events += sum(map(_events_of, group))
         self.counters.bytes += sum(submission.size for submission in group)
         for submission in group:
             self._tips |= {call.call_id: Tip.of(call) for call in submission.events if isinstance(call, CallCompleted)}
         while len(self._tips) > _TIPS_KEPT:
             del self._tips[next(iter(self._tips))]
+        return took
 
     def _to_spool(self, group: Sequence[_Submission]) -> None:
         """Put the group on the disk; where there is no room for all of it, as many of its submissions as there is."""
@@ -249,6 +279,8 @@ class Writer:
         self.counters.spooled += len(group)
         for submission in group:
             submission.durable.set_result(None)
+        self._tell_missed("spooled", len(group))
+        self._tell_durable(group)
         if self._drainer is None:
             self._drainer = threading.Thread(target=self._drain, args=(self._spool,), name="turnlog-drain", daemon=True)
             self._drainer.start()
@@ -263,6 +295,7 @@ class Writer:
             except LogUnavailable:
                 continue
             finally:
+                self._tell_missed("drained", spool.drained - self.counters.drained)
                 self.counters.drained, self.counters.refused = spool.drained, spool.refused
             self._patience.over()
             logger.warning(
@@ -274,6 +307,26 @@ class Writer:
         self.counters.failed += len(group)
         for submission in group:
             submission.durable.set_exception(error)
+        self._tell_missed("failed", len(group))
+
+    def _tell_durable(self, group: Sequence[_Submission]) -> None:
+        self._tell(lambda watcher: watcher.durable([event for submission in group for event in submission.events]))
+
+    def _tell_missed(self, what: Missed, times: int) -> None:
+        if times:
+            self._tell(lambda watcher: watcher.missed(what, times))
+
+    def _tell(self, what: Callable[[Watcher], None]) -> None:
+        """Tell the watcher, behind the callers: whatever it makes of it, the events are as durable as they are."""
+        if self._watcher is not None:
+            try:
+                what(self._watcher)
+            except Exception:
+                logger.exception("what the log did could not be counted")
+
+
+def _events_of(submission: _Submission) -> int:
+    return len(submission.events)
 
 
 def _submission(events: Sequence[Event]) -> _Submission:
