@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, make_url, text
 from typer.testing import CliRunner
 
-from replay.errors import PositionAhead
-from store import codec, copy, log, schema
+from replay.archive import open_archive
+from replay.errors import ArchiveDamaged, PositionAhead
+from replay.sealing import seal
+from store import codec, copy, hashing, log, schema
 from store.columns import event_of, row_of
 from store.database import open_database, read, write
 from store.events import (
@@ -33,12 +35,14 @@ from store.events import (
     token_bytes,
     uuid7,
 )
+from store.lineage import chain_tokens
 from store.media import open_media
 from store.settled import Position
 from tests.conftest import _postgres_database as postgres_database
 from tests.turnlog.played import played_log
 from turnlog.audit.findings import NOTES, RULES
 from turnlog.audit.run import Audited, audit
+from turnlog.boundary import context
 from turnlog.cli import app
 
 
@@ -451,6 +455,87 @@ def test_a_root_made_while_the_log_was_away_is_counted_and_not_guessed(database:
         log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=0), intent, call])
     found = audit(database)
     assert (differences(found), found.findings.notes["log_unavailable"]) == ([], 1)
+
+
+def as_root(database: Engine, tip: CallCompleted) -> CallCompleted:
+    """The same call as a server would have logged it had it missed the parent: whole in itself, and its digest too."""
+    with read(database) as connection:
+        calls = {call.call_id: call for call in log.calls(connection, tip.rollout_id)}
+        tokens = token_bytes(chain_tokens(connection, tip.call_id))
+    whole = context(calls, tip.call_id).request
+    echo = tip.evidence["echo"]
+    return tip.model_copy(
+        update={
+            "parent_id": None,
+            "root_id": tip.call_id,
+            "depth": 0,
+            "decision": "root",
+            "reason": "context_replaced",
+            "candidates": 0,
+            "evidence": {"echo": echo},
+            "prev_len": 0,
+            "request_items": whole,
+            "token_ids": tokens,
+            "chain_hash": hashing.chain_hash(None, tokens),
+        }
+    )
+
+
+def test_a_false_root_that_is_whole_in_itself_is_named(played: Engine) -> None:
+    with read(played) as connection:
+        calls = log.calls(connection, "codex")
+        (intent,) = [each for each in log.intents(connection, "codex") if each.call_id == calls[-1].call_id]
+    false = as_root(played, calls[-1])
+    admitted = intent.model_copy(update={"decision": "root", "reason": false.reason, "parent_id": None})
+    with write(played) as connection:
+        unguarded(connection)
+        for table, event in ((schema.model_call, false), (schema.call_intent, admitted)):
+            row = row_of(event)
+            values = {column.name: row[column.name] for column in table.c if column.name != "sequence"}
+            connection.execute(table.update().where(table.c.call_id == event.call_id).values(values))
+    found = audit(played)
+    said = [each for each in found.findings.shown if each.rule not in ("guard", "trained_row")]
+    assert [each.rule for each in said] == ["decision", "declared_rewrite"]  # Codex would have counted its window up
+    assert f"derived continuation of {calls[-1].parent_id}, answer_echoed" in str(said[0])
+
+
+def test_a_root_that_repeats_all_tokens_of_the_nearest_call_is_a_suspect(database: Engine, chain_maker: Any) -> None:
+    one = chain_maker([(6, 4)])[0]
+    two = chain_maker([(12, 3)])[0]
+    tokens = one.token_ids + two.token_ids[len(one.token_ids) :]
+    two = two.model_copy(
+        update={
+            "token_ids": tokens,
+            "chain_hash": hashing.chain_hash(None, tokens),
+            "evidence": {"nearest_call": str(one.call_id)},
+            "reason": "item_edited",
+        }
+    )
+    with write(database) as connection:
+        log.append(connection, [one, two])
+    found = audit(database)
+    assert found.findings.notes["same_tokens"] == 1
+    assert str(two.call_id) in found.findings.examples["same_tokens"][0]
+
+
+def test_log_and_archive_are_audited_as_one(copies: Copies, tmp_path: Path) -> None:
+    with copies("whole", "sqlite") as database:
+        alone = audit(database, archive="")
+        archive = open_archive(str(tmp_path / "archive"), new=True)
+        seal(database, archive, before=2**62, name="a")
+        with write(database) as connection:  # what is sealed leaves the log
+            unguarded(connection)
+            connection.execute(text("delete from model_call where rollout_id < 'm'"))
+        both = audit(database, archive=str(tmp_path / "archive"))
+        assert {each.rule for each in both.findings.shown} == {"guard"}
+        assert both.events["call_completed"] == alone.events["call_completed"]
+        assert both.findings.checked["decision"] == alone.findings.checked["decision"]
+        (file,) = (tmp_path / "archive" / "model_call").rglob("*.parquet")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ArchiveDamaged, match=r"holds other bytes than were sealed|cannot be read"):
+            audit(database, archive=str(tmp_path / "archive"))
 
 
 def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None:

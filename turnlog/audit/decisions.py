@@ -74,12 +74,10 @@ def check(rollout_id: str, ordered: Sequence[tuple[int, CallCompleted]], finding
     for at, call in enumerate(rollout.calls):
         if call.hash_version != hashing.HASH_VERSION:
             findings.note("other_version", name(call))
-        elif call.reason == "log_unavailable":
-            findings.note("log_unavailable", name(call))
         elif call.call_id in rollout.cut_off:
             findings.note("unexplained_links", name(call))  # `parent` says what is missing
         elif "echo" not in call.evidence:
-            findings.note("echo_not_kept", name(call))
+            findings.note("log_unavailable" if call.reason == "log_unavailable" else "echo_not_kept", name(call))
         else:
             _check(rollout_id, rollout, at, findings)
 
@@ -101,6 +99,9 @@ def _check(rollout_id: str, rollout: _Rollout, at: int, findings: Findings) -> N
             stored=[echo.start for echo in echoes],
             derived=[*starts],
         )
+        return
+    if call.reason == "log_unavailable":  # what the log says today, which nobody could ask then
+        findings.note("log_unavailable", f"{name(call)}, today a {rollout.derive(at, echoes, at)}")
         return
     first: Derived | None = None
     for cut in range(at, rollout.surely_durable(at) - 1, -1):

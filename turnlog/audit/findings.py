@@ -23,7 +23,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "guard": "the triggers that refuse a change are there",
         "readable": "each event reads back as one",
         "digest": "each event gives the digest that it was stored with",
-        "archive": "an event that is sealed and logged is the same in both",
+        "archive": "sealed files are those that were sealed, and an event that is logged too is the same in both",
         "opening": "each rollout with events was opened",
         "intent": "each completed call was admitted as what it became, and ended once",
         "parent": "each parent is an earlier call of the rollout with the same render",

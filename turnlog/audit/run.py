@@ -15,10 +15,11 @@ import duckdb
 from sqlalchemy import Engine, text
 
 from replay.archive import archive_url, open_archive
-from replay.errors import ReplayError
+from replay.errors import ArchiveDamaged, ReplayError
 from replay.row import Row
 from replay.rowset import stream
 from replay.sealed import Sealed
+from replay.sealing import verify
 from replay.selection import Selection
 from replay.source import Position as RowPosition
 from store import migrate, partitions, schema
@@ -88,6 +89,8 @@ def audit(
     _guards(database, findings)
     url = archive_url(archive)
     sealed = None if url is None else Sealed(open_archive(url))
+    if sealed is not None:
+        _archive(sealed, findings)
     at = source.position_of(database, position)
     listed = source.rollouts(database, at, sealed)
     total = sum(each.tokens for each in listed)
@@ -139,6 +142,16 @@ def _guards(database: Engine, findings: Findings) -> None:
         for guard in sorted(missing):
             findings.differs("guard", None, f"trigger {guard}", stored="missing", derived="one that refuses a change")
     findings.checked["guard"] += len(schema.guards(database.dialect.name))
+
+
+def _archive(sealed: Sealed, findings: Findings) -> None:
+    """Each file of the archive is the one that was sealed, and its events give their digests."""
+    for file in (file for files in sealed.archive.files.values() for file in files):
+        findings.checked["archive"] += file.lines
+        try:
+            verify(sealed.archive, file)
+        except ArchiveDamaged as error:
+            findings.differs("archive", None, f"file {file.path}", stored=file.sha256, derived=error)
 
 
 def _trained(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import pyarrow as pa
@@ -27,6 +28,8 @@ from store.events import CallAdmitted, CallCompleted, CallEnded, Event, RolloutO
 from store.settled import Position, settled
 
 _TOKENS = 4_000_000
+_TOKENS_A_CALL = 500
+"""About, of a call that only the archive has: what is known before it is read."""
 _ROLLOUTS = 400
 """Of a batch, at most."""
 PARTS = {
@@ -125,7 +128,7 @@ def position_of(database: Engine, asked: Position | None) -> Position:
 
 
 def rollouts(database: Engine, position: Position, sealed: Sealed | None) -> list[Listed]:
-    """Every rollout with an event up to the position, in the order of their ids."""
+    """Every rollout with an event up to the position: those of the archive in the order of its files, then by id."""
     weight = schema.model_call.c.prompt_len - schema.model_call.c.prev_len + schema.model_call.c.sampled_len
     parts = [
         select(
@@ -138,11 +141,13 @@ def rollouts(database: Engine, position: Position, sealed: Sealed | None) -> lis
     with read(database) as connection:
         found = connection.execute(select(every.c.rollout_id, func.sum(every.c.tokens)).group_by(every.c.rollout_id))
         tokens = {rollout_id: int(total) for rollout_id, total in found}
+    order: dict[str, int] = {}
     if sealed is not None:
-        for rollout_id, (calls, _, _) in sealed.extents(position.calls).items():
-            tokens.setdefault(rollout_id, 0)
-            tokens[rollout_id] = tokens[rollout_id] or 500 * calls
-    return [Listed(rollout_id=rollout_id, tokens=total) for rollout_id, total in sorted(tokens.items())]
+        for place, (rollout_id, (calls, _, _)) in enumerate(sealed.extents(position.calls).items()):
+            order[rollout_id] = place
+            tokens[rollout_id] = tokens.get(rollout_id) or _TOKENS_A_CALL * calls
+    ids = sorted(tokens, key=lambda each: (order.get(each, len(order)), each))
+    return [Listed(rollout_id=rollout_id, tokens=tokens[rollout_id]) for rollout_id in ids]
 
 
 def batches(listed: Sequence[Listed]) -> Iterator[list[Listed]]:
@@ -226,6 +231,11 @@ def _until(place: Place, position: Position) -> int:
     return int(getattr(position, PARTS[place.table.name]))
 
 
+@cache
+def _json_names(table: Table) -> tuple[str, ...]:
+    return tuple(column.name for column in table.c if _is_json(column))
+
+
 def _is_json(column: ColumnElement[Any]) -> bool:
     return isinstance(column.type, schema.CanonicalJson)
 
@@ -234,10 +244,10 @@ def _stored(place: Place, row: Mapping[Any, Any], sealed: bytes | None) -> Store
     event: Event | None = None
     fault: str | None = None
     try:
-        values = {
-            name: json.loads(value) if isinstance(value, str) and _is_json(place.table.c[name]) else value
-            for name, value in row.items()
-        }
+        values = {**row}
+        for name in _json_names(place.table):
+            if isinstance(value := values[name], str):
+                values[name] = json.loads(value)
         event = event_of(place.event, values)
     except (ValidationError, ValueError, TypeError, DamagedArray, UnknownCodec) as error:
         fault = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)

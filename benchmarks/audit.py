@@ -1,0 +1,90 @@
+"""How fast is an audit? Tokens and calls a second of `turnlog audit`, and the memory that it takes.
+
+Two logs: that of the recordings (small calls, every rule at work, clean), and a synthetic one of 20,000 calls and 13
+million tokens (`synthetic_log.py`), whose event digests are random and whose calls nobody admitted, so that each call
+has differences to count; the time is that of deriving everything, which is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from synthetic_log import Shape, fill_sqlite
+
+from store import migrate
+from store.database import open_database
+from turnlog.audit.run import audit
+
+HERE = Path(__file__).parent
+PLAYED = HERE.parent / "tests" / "played" / "played.db.gz"
+
+
+def measured(file: Path) -> dict[str, Any]:
+    """One audit, in a process of its own, so that the memory is its own."""
+    found = subprocess.run([sys.executable, __file__, "--one", str(file)], check=True, capture_output=True, text=True)
+    figures: dict[str, Any] = json.loads(found.stdout)
+    return figures
+
+
+def one(file: Path) -> None:
+    """Audit and print."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    database = open_database(f"sqlite:///{file}")
+    found = audit(database, archive="")
+    database.dispose()
+    print(
+        json.dumps(
+            {
+                "calls": found.findings.checked["decision"] + found.findings.notes["echo_not_kept"],
+                "tokens": found.tokens,
+                "seconds": round(found.seconds, 2),
+                "tokens_per_s": round(found.tokens / found.seconds),
+                "calls_per_s": round(found.events["call_completed"] / found.seconds),
+                "grown_mib": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024),
+                "clean": found.clean,
+            }
+        )
+    )
+
+
+def main() -> None:
+    """Make both logs, audit each, and write the figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one", type=Path)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=HERE / "audit.json")
+    asked = parser.parse_args()
+    if asked.one is not None:
+        one(asked.one)
+        return
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("recordings", "synthetic"):
+            file = Path(folder) / f"{name}.db"
+            if name == "recordings":
+                file.write_bytes(gzip.decompress(PLAYED.read_bytes()))
+            database = open_database(f"sqlite:///{file}")
+            migrate.upgrade(database)
+            database.dispose()
+            if name == "synthetic":
+                fill_sqlite(file, Shape(rollouts=asked.rollouts))
+            figures[name] = measured(file)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    machine = {"commit": commit.stdout.strip(), "machine": platform.machine(), "cores": os.cpu_count()}
+    asked.out.write_text(json.dumps({**machine, **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
