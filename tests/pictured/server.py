@@ -97,7 +97,7 @@ def started(folder: Path, name: Name, database: Engine) -> VisionServer:
         model,
         url=database.url.render_as_string(),
         log=folder / "server.log",
-        flags=("--reasoning", "restore", "--served-model-name", *MODELS, *scaled),
+        flags=("--reasoning", "restore", "--served-model-name", *MODELS, "--skip-mm-profiling", *scaled),
         environment={
             "PYTHONPATH": os.pathsep.join([*found_in, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VLLM_PLUGINS": "scripted",
