@@ -73,6 +73,7 @@ class Processed:
         if prompt.get("type") != "multimodal":
             return Read(shown=[], data={})
         data: dict[bytes, bytes] = {}
+        here_too: dict[str, Made] = {}
         found: list[tuple[int, Shown]] = []
         by_modality: dict[str, list[Mapping[str, object]]] = {}
         for part in parts:
@@ -80,8 +81,10 @@ class Processed:
         for place in _places(prompt):
             here = prompt["mm_placeholders"][place.modality][place.number]
             mm_hash = prompt["mm_hashes"][place.modality][place.number]
-            part = by_modality[place.modality][place.number]
-            made = await self._made_of(prompt, place, mm_hash, part, alone, data)
+            if mm_hash not in here_too:  # a prompt may show one image twice: the first brings its data
+                part = by_modality[place.modality][place.number]
+                here_too[mm_hash] = await self._made_of(prompt, place, mm_hash, part, alone, data)
+            made = here_too[mm_hash]
             found.append(
                 (
                     here.offset,

@@ -100,6 +100,17 @@ def test_an_item_that_was_left_out_is_believed_only_once_the_engine_had_it(media
     assert left_out["mm_kwargs"]["image"] == [None]
 
 
+def test_an_image_that_a_prompt_shows_twice_is_read_once(media: MediaStore) -> None:
+    prompt = prompt_of(item_of(torch.ones(24, 12, dtype=torch.uint8), [1, 4, 6]))
+    prompt["mm_kwargs"]["image"].append(None)
+    prompt["mm_hashes"]["image"].append("h")
+    prompt["mm_placeholders"]["image"].append(PlaceholderRange(offset=20, length=6))
+    found = read(Processed(media, None, patch=14), prompt)
+    assert [each.start for each in found.shown] == [2, 20]
+    assert len(found.data) == 1
+    assert prompt["mm_kwargs"]["image"][1] is None
+
+
 def test_an_item_that_vllm_keeps_itself_is_read_once(media: MediaStore) -> None:
     item = item_of(torch.ones(24, 12, dtype=torch.uint8), [1, 4, 6])
     processed = Processed(media, None, patch=14)
