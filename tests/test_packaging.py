@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_data_file_and_migration(wheel: ZipFile) -> None:
     data = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for pattern in ("*.sql", "*.jinja")
+        for pattern in ("*.sql", "*.jinja", "*.css", "*.svg")
         for path in (ROOT / package).rglob(pattern)
     }
     migrations = {

@@ -42,6 +42,7 @@ from turnlog.history import replay_history
 from turnlog.media import media
 from turnlog.recovery import check, drain
 from turnlog.tail import tail_log
+from turnlog.ui.command import ui
 
 NEEDED_BY_DEMO = ("vllm", "openai", "transformers", "torch", "megatron")
 app = typer.Typer(
@@ -53,7 +54,6 @@ app = typer.Typer(
     epilog="Start with [bold]turnlog demo[/]: it runs the whole path on this machine in a few minutes.",
 )
 app.add_typer(db, name="db")
-app.add_typer(media, name="media")
 app.add_typer(media, name="media")
 app.command(epilog="Example: [bold]turnlog archive --before 2026-11-01 --to s3://bucket/turnlog[/]")(archive)
 db.command("copy", epilog="Example: [bold]turnlog db copy sqlite:///turnlog.db postgresql://user@host/turnlog[/]")(
@@ -77,6 +77,7 @@ app.command(
     epilog="Examples: [bold]turnlog tail -f --after now[/] watches, "
     "[bold]turnlog tail --after 60.5.5.0.62.1 > new.jsonl[/] takes what is new.",
 )(tail_log)
+app.command(epilog="Example: [bold]turnlog ui --tokenizer models/Qwen3-8B[/], then open http://127.0.0.1:7080/")(ui)
 app.command(
     "replay",
     epilog="Examples: [bold]turnlog replay --steps 20[/] counts; [bold]turnlog replay --out steps --policy "

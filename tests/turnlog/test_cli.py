@@ -64,6 +64,7 @@ def test_every_command_explains_itself_with_an_example(run: Run) -> None:
         ["show"],
         ["rows"],
         ["sql"],
+        ["ui"],
         ["replay"],
         ["tail"],
         ["db", "copy"],

@@ -1,0 +1,115 @@
+"""Why rows begin, counted: by reason, week and harness, and how many rows rollouts have.
+
+Knows the roots of the log; does not know plots or HTML. Law: each root is counted once, and by narrow columns alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy import ColumnElement, Connection, Integer, func, select, type_coerce
+
+from store import schema
+from turnlog.ui.listing import RECENT, Day, Words, day_begins
+
+FIRST = "first_call"
+"""The reason of a rollout's first row, which is no change of mind of its harness."""
+_DAY = 24 * 3600 * 1_000_000
+_WEEK = 7 * _DAY
+_MONDAY = 3 * _DAY
+"""Time zero was a Thursday."""
+
+
+class Window(BaseModel):
+    """What is counted, as the URL says it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    harness: Words = None
+    since: Day = None
+    until: Day = None
+    """The last day, included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How often rows began, and why."""
+
+    reasons: Mapping[str, int]
+    """All of them but first calls, the most frequent first."""
+    firsts: int
+    weeks: Mapping[date, Mapping[str, int]]
+    """By the Monday that a week begins with, without gaps; first calls are left out."""
+    harnesses: Mapping[str, Mapping[str, int]]
+    """By harness, the most frequent first; first calls are left out. An empty name is of rollouts that name none."""
+    rows: Mapping[int, int]
+    """How many rollouts have so many roots."""
+
+    @property
+    def boundaries(self) -> int:
+        """Rows that began though the rollout had a context already."""
+        return sum(self.reasons.values())
+
+
+def counts(connection: Connection, window: Window) -> Counts:
+    """Count what began within the window."""
+    call, rollout = schema.model_call.c, schema.rollout.c
+    wanted: list[ColumnElement[bool]] = [call.decision == "root"]
+    if window.since is not None:
+        wanted.append(call.started_at >= day_begins(window.since))
+    if window.until is not None:
+        wanted.append(call.started_at < day_begins(window.until + timedelta(days=1)))
+    if window.harness is not None:
+        wanted.append(rollout.harness == window.harness)
+    week = type_coerce((call.started_at + _MONDAY) / _WEEK, Integer)
+    joined = schema.model_call.join(schema.rollout, rollout.rollout_id == call.rollout_id)
+    grouped = select(call.reason, week.label("week"), rollout.harness, func.count().label("roots"))
+    lines = connection.execute(
+        grouped.select_from(joined).where(*wanted).group_by(call.reason, week, rollout.harness)
+    ).all()
+    source: Any = joined if window.harness is not None else schema.model_call
+    each = select(func.count().label("rows")).select_from(source).where(*wanted).group_by(call.rollout_id).subquery()
+    rows = connection.execute(select(each.c.rows, func.count()).group_by(each.c.rows).order_by(each.c.rows)).all()
+    reasons, harnesses = Counter[str](), Counter[str]()
+    by_week: dict[int, Counter[str]] = {}
+    by_harness: dict[str, Counter[str]] = {}
+    firsts = 0
+    for line in lines:
+        by_week.setdefault(int(line.week), Counter())
+        if line.reason == FIRST:
+            firsts += line.roots
+            continue
+        harness = line.harness or ""
+        reasons[line.reason] += line.roots
+        harnesses[harness] += line.roots
+        by_week[int(line.week)][line.reason] += line.roots
+        by_harness.setdefault(harness, Counter())[line.reason] += line.roots
+    return Counts(
+        reasons=dict(reasons.most_common()),
+        firsts=firsts,
+        weeks=_without_gaps(by_week),
+        harnesses={harness: by_harness[harness] for harness, _ in harnesses.most_common()},
+        rows={int(number): int(rollouts) for number, rollouts in rows},
+    )
+
+
+def reasons(connection: Connection) -> list[str]:
+    """Reasons of the newest boundaries, for choice."""
+    call = schema.model_call.c
+    newest = select(call.reason, call.decision).order_by(call.sequence.desc()).limit(RECENT).subquery()
+    found = connection.execute(select(newest.c.reason).distinct().where(newest.c.decision == "root"))
+    return sorted(found.scalars())
+
+
+def _without_gaps(weeks: Mapping[int, Counter[str]]) -> dict[date, Mapping[str, int]]:
+    """Weeks in order; those between them in which nothing began are empty."""
+    if not weeks:
+        return {}
+    return {
+        datetime.fromtimestamp((week * _WEEK - _MONDAY) // 1_000_000, UTC).date(): weeks.get(week, Counter())
+        for week in range(max(min(weeks), max(weeks) - 103), max(weeks) + 1)
+    }
