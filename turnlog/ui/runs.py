@@ -4,7 +4,7 @@ Knows the events of trained rows and the calls behind them; does not know HTML. 
 The log holds no plan, so packs are planned again from the rows' lengths for the budget that the reader names; how full
 they are depends on nothing else.
 
-A page has as many steps as have `ROWS` rows together, and at least one.
+A page has as many steps as have `ROWS` rows and `CALLS` calls together, and at least one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import accumulate
 from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -23,7 +24,7 @@ from store.statements import named
 from turnlog.ui.errors import UnknownRun
 from turnlog.ui.listing import WholeNumber
 
-ROWS = 2000
+ROWS, CALLS = 2000, 20_000
 STEPS = 60
 _MOST_RUNS = 500
 _SQL = named((files("turnlog.ui") / "sql" / "runs.sql").read_text(encoding="utf-8"))
@@ -143,6 +144,9 @@ def steps(connection: Connection, wanted: Asked) -> Steps:
         if rows > ROWS:
             break
         shown.append(each.step)
+    deep = connection.execute(_DEPTHS, {"run": run, "low": shown[-1], "high": shown[0]}).all()
+    enough = sum(calls <= CALLS for calls in accumulate(int(each.calls or 0) for each in deep))
+    shown = shown[: max(1, enough)]
     found = _read(connection, run, shown[-1], shown[0])
     return Steps(
         steps=tuple(_step(number, *found[number], budget=wanted.budget) for number in sorted(found)),
@@ -222,6 +226,7 @@ def _statement(name: str, columns: Sequence[str]) -> TextualSelect:
 
 
 _STEPS = _statement("steps", ["step", "rows"])
+_DEPTHS = _statement("depths", ["step", "calls"])
 _ROWS = _statement(
     "rows",
     [

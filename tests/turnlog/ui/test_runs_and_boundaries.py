@@ -55,6 +55,16 @@ def test_steps_come_in_pages(filled: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_page_of_long_rows_has_fewer_steps(filled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "CALLS", 5)  # steps 5 and 4 have 2 and 3
+    with read(filled) as connection:
+        found = runs.steps(connection, Asked(name=RUN))
+        assert [step.number for step in found.steps] == [4, 5]
+        assert found.older == 4
+        monkeypatch.setattr(runs, "CALLS", 1)
+        assert [step.number for step in runs.steps(connection, Asked(name=RUN)).steps] == [5]
+
+
 def test_an_unknown_run_or_step_is_said_to_be_unknown(filled: Engine) -> None:
     with read(filled) as connection:
         with pytest.raises(UnknownRun):

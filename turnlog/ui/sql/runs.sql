@@ -28,6 +28,17 @@ group by step
 order by step desc
 limit :most
 
+-- name: depths
+-- How many calls the rows of some steps of a run have, by step: each row as many as its tip is deep.
+select
+  trained_row.step,
+  sum((select depth + 1 from model_call where model_call.call_id = trained_row.tip_call_id)) as calls
+from trained_row
+where trained_row.run = :run
+  and trained_row.step between :low and :high
+group by trained_row.step
+order by trained_row.step desc
+
 -- name: rows
 -- The rows of some steps of a run, each with the length of its tip's chain.
 select
