@@ -122,11 +122,11 @@ def _written(parts: Iterable[Part], writer: pq.ParquetWriter) -> Iterator[Part]:
     """The parts again, each once it is written."""
     for part in parts:
         for rows in _cut(part.rows):
-            writer.write_table(pa.table([*facts(rows), *_arrays(rows), _media(rows)], schema=writer.schema))
+            writer.write_table(pa.table([*facts(rows), *_arrays(rows), media(rows)], schema=writer.schema))
         yield part
 
 
-def _media(rows: Sequence[Row]) -> pa.Array:
+def media(rows: Sequence[Row]) -> pa.Array:
     """The column of `MEDIA`."""
     return pa.array([[handle.as_json() for handle in row.media] for row in rows], MEDIA.field(0).type)
 

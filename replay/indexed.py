@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from replay.errors import FileUnwritable
-from replay.export import FACTS, facts, metadata, open_parquet
+from replay.export import FACTS, MEDIA, facts, media, metadata, open_parquet
 from replay.rowset import Part
 from replay.selection import Selection
 from replay.tally import Tally, tally
@@ -55,7 +55,7 @@ def stream_indexed(parts: Iterable[Part], folder: Path, selection: Selection) ->
         aside.mkdir()
         for name, kind in KINDS.items():
             builders[name] = IndexedDatasetBuilder(get_bin_path(str(aside / name)), kind)
-        with open_parquet(aside / "rows.parquet", FACTS) as writer:
+        with open_parquet(aside / "rows.parquet", pa.schema([*FACTS, *MEDIA])) as writer:
             found = tally(_written(parts, builders, writer), selection)
             writer.add_key_value_metadata(metadata(found))
         for name, builder in builders.items():
@@ -79,5 +79,5 @@ def _written(
             for name, builder in builders.items():
                 builder.add_document(getattr(row, name), [row.length])
         if part.rows:
-            writer.write_table(pa.table(facts(part.rows), schema=FACTS))
+            writer.write_table(pa.table([*facts(part.rows), media(part.rows)], schema=writer.schema))
         yield part

@@ -239,13 +239,18 @@ def _agree(packs: Sequence[Pack], device: torch.device) -> int:
     group = parallel_state.get_data_parallel_group()
     bounds = torch.tensor([int(alike[0] == -alike[1]), len(packs), -len(packs)], device=device)
     torch.distributed.all_reduce(bounds, op=torch.distributed.ReduceOp.MIN, group=group)
-    tokens = torch.tensor([sum(pack.trained for pack in packs)], device=device)
+    counts = [sum(pack.trained for pack in packs), sum(bool(pack.media) for pack in packs)]
+    tokens = torch.tensor(counts, device=device)
     torch.distributed.all_reduce(tokens, group=group)
     all_alike, fewest, most = bounds.tolist()
     if not all_alike:
         raise PlanMismatch("the packs of ranks that share a model", "differ")
     if fewest != -most:
         raise PlanMismatch("data-parallel ranks", f"have from {fewest} to {-most} packs")
+    if tokens[1]:
+        raise PlanMismatch(
+            f"{int(tokens[1])} packs of the step", "show images, and this step feeds its model tokens alone"
+        )
     return int(tokens[0])
 
 

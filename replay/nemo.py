@@ -54,6 +54,7 @@ def train_data(
     pad_id: int = 0,
     length_multiple: int = 1,
     batch_multiple: int = 1,
+    media_apart: bool = False,
 ) -> TrainData:
     """The rows in their order, padded on the right to one length.
 
@@ -63,9 +64,15 @@ def train_data(
         pad_id: the tokenizer's token for padding; it trains nowhere.
         length_multiple: that S divides by: NeMo-RL's `make_sequence_length_divisible_by`.
         batch_multiple: that B divides by, such as the data-parallel size; what fills up has sample mask 0.
+        media_apart: that the caller adds the tensors of images itself; else a row with images is an error.
     """
     if not rows:
         raise PlanMismatch("no row", "is given, and a batch has one at least")
+    if not media_apart and (shows := [row.row_id for row in rows if row.media]):
+        raise PlanMismatch(
+            f"row {shows[0]!r}",
+            "shows images, which this batch does not carry: add their tensors (replay.media_tensors), say media_apart",
+        )
     missing = [row.rollout_id for row in rows if row.rollout_id not in advantages]
     if missing:
         raise PlanMismatch(f"rollout {missing[0]!r}", "has rows to train and no advantage")

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import Engine
 
 from engine.media import Made, Shown, events
 from replay.archive import open_archive
+from replay.errors import PlanMismatch
 from replay.export import write_parquet
-from replay.rowset import RowSet, build, outlined
+from replay.indexed import stream_indexed
+from replay.nemo import train_data
+from replay.rowset import Part, RowSet, build, outlined
 from replay.sealing import seal
 from store import tensors
 from store.database import open_database, read
@@ -160,6 +164,20 @@ def test_a_log_whose_media_are_nowhere_gives_no_rows_of_calls_with_images(
     monkeypatch.delenv("TURNLOG_MEDIA")
     assert reasons(build(postgres_database)) == {"r1": "media_missing"}
     assert len(build(postgres_database, media=media.url).rows) == 1
+
+
+def test_what_carries_tokens_alone_refuses_rows_with_images_or_hands_their_handles_on(
+    sqlite_database: Engine, remember: Remember, chain_maker: Any, media: MediaStore, tmp_path: Path
+) -> None:
+    remember(sqlite_database, a_chain(chain_maker, media))
+    found = build(sqlite_database)
+    (row,) = found.rows
+    with pytest.raises(PlanMismatch, match=f"row '{row.row_id}' shows images, which this batch does not carry"):
+        train_data(found.rows, {"r1": 1.0})
+    assert train_data(found.rows, {"r1": 1.0}, media_apart=True)["input_ids"].shape == (1, row.length)
+    stream_indexed([Part(rows=found.rows, counts=None, position=found.position)], tmp_path / "rows", found.selection)
+    ((first, *_),) = pq.read_table(tmp_path / "rows" / "rows.parquet")["media"].to_pylist()
+    assert first == row.media[0].as_json()
 
 
 def test_an_archive_gives_the_same_rows_with_the_same_media(
