@@ -14,7 +14,7 @@ from sqlalchemy import Engine, make_url, text
 
 from engine.journal import Journal
 from replay.rowset import build
-from store import lineage, log, migrate, partitions, roles
+from store import lineage, log, migrate, partitions, roles, schema
 from store.database import open_database, read, write
 from store.errors import NotOwner, UnknownRole
 from store.events import CallAdmitted, CallEnded, RolloutOpened, RolloutScored, RowTrained, uuid7
@@ -197,6 +197,11 @@ def test_an_auditor_reads_the_views_alone(logins, chain_maker):
         assert list(answer.lines) == [("r1", 3, 1, 1, 1, 1.0)]
     with ask(database, "select reason, first_difference from row_boundary") as answer:
         assert list(answer.lines) == [("first_call", None)]
+    with ask(database, "select position from chain join row_token_count using (tip_call_id)") as answer:
+        assert sorted(answer.lines) == [(0,), (1,), (2,)]
+    for view in schema.VIEWS:
+        with ask(database, f"select * from {view}") as answer:
+            list(answer.lines)
     for table in ("model_call", "rollout", "trained_row", "model_call_default"):
         with pytest.raises(BadSql, match="permission denied"), ask(database, f"select * from {table}") as answer:
             list(answer.lines)
@@ -214,7 +219,7 @@ def test_no_view_shows_tokens_or_secrets(postgres_database, chain_maker):
     with write(postgres_database) as connection:
         log.append(connection, rollout(chain_maker))
     with read(postgres_database) as connection:
-        for view in ("rollout_state", "row_boundary"):
+        for view in schema.VIEWS:
             for line in connection.execute(text(f"select * from {view}")).mappings():
                 assert not {"secret_hash", "token_ids", "logprobs"} & {*line}
                 assert bytes(range(32)).hex() not in repr(line)

@@ -200,3 +200,12 @@ def test_drift_is_an_echo_that_is_not_what_was_served(database, chain_maker):
         (3, "reasoning_dropped", dropped.prev_len, "marker"),
         (4, "respelled", respelled.prev_len, None),
     ]
+
+
+def test_one_rollout_of_a_view_is_found_by_index(sqlite_database):
+    with read(sqlite_database) as connection:
+        for view in ("rollout_state", "row_boundary", "chain", "drift"):
+            plan = connection.execute(text(f"explain query plan select * from {view} where rollout_id = 'r1'")).all()
+            scans = [step[3] for step in plan if step[3].startswith("SCAN")]
+            read_whole = [step for step in scans if "model_call" in step or "rollout" in step or "tip" in step]
+            assert not read_whole, view
