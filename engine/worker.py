@@ -117,6 +117,8 @@ class Worker:
         if call is None or call.admission is not None or len(conversations) != 1:
             return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
         rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
+        if any(item.media_count for item in call.items):
+            conversations = [[plain(message) for message in conversations[0]]]  # read more than once
         try:
             decision = await self._decide(call, rendering)
             chain = await self._chain_of(decision)
@@ -227,11 +229,16 @@ class Worker:
         """The admitted prompt of a continuation, with all media that it shows where they stand in it."""
         prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
         decision = decision.spliced(suffix.path, len(suffix.token_ids))
-        parts = media_parts(conversation) if any(item.media_count for item in call.items) else []
+        parts = media_parts(conversation)
         if not parts:
             await self._admit(call, rendering, decision, chain, prompt, parts)
             return prompt
-        kept = await self._journal.media(decision.parent.call_id)
+        try:
+            kept = await self._journal.media(decision.parent.call_id)
+        except LogDown:
+            if not self._journal.spools:
+                raise
+            return CannotSplice(why="log_unavailable")
         if len(kept) != sum(item.media_count for item in call.items[: decision.suffix]):
             return CannotSplice(why="media_not_in_log")  # the parent is of a release that kept none
         # Rendered by themselves: their items, without the text of a history.
