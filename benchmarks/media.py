@@ -7,7 +7,8 @@ answers at once:
    rewriting their context. What the media store holds, against what storing each call's images with each call would
    take; and a rollout of 50 calls that shows one image throughout, played eight times.
 2. *time*: a continuation whose history holds k images of 256 by 256 pixels and that adds none. Wall milliseconds of the
-   whole call, of the same messages rendered by stock vLLM, and of what is left.
+   whole call, of the same messages rendered by stock vLLM, and of what is left; of that, reading and hashing the
+   request itself, which grows with what the harness sends.
 
 Run it with `make bench` or `python benchmarks/media.py`; the figures go into the file beside this script.
 """
@@ -85,11 +86,29 @@ class Bench:
         migrate.upgrade(self.database)
         self.journal = Journal(self.database, worker="bench")
         self.media = open_media(f"{folder}/media", "")
+        self.reading = 0.0
+        """Seconds that the last call's request took to be read and hashed."""
+
+    def timed(self, function: Any) -> Any:
+        """The function, its time counted as reading."""
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.reading += time.perf_counter() - began
+
+        return inner
 
     async def install(self) -> None:
         """Wrap the engine."""
+        from engine import decide
+        from engine import gateway as front
         from engine.worker import Worker
 
+        front._request_of = self.timed(front._request_of)
+        decide.candidate_keys = self.timed(decide.candidate_keys)
         await Worker(self.engine, self.journal, self.media, reasoning="strict").install()
 
     async def ask(self, rollout: str, messages: list[dict[str, Any]]) -> float:
@@ -121,6 +140,8 @@ class Bench:
 
         path = f"/rollouts/{rollout}/v1/chat/completions"
         gateway = Gateway(app, journal=self.journal)
+        gateway._call = self.timed(gateway._call)  # type: ignore[method-assign]
+        self.reading = 0.0
         began = time.perf_counter()
         await gateway({"type": "http", "path": path, "headers": []}, receive, send)
         spent = time.perf_counter() - began
@@ -206,13 +227,15 @@ async def added_time(bench: Bench) -> list[dict[str, Any]]:
         messages = messages[:-1]
         await bench.ask(f"time-{count}", messages)
         whole: list[float] = []
+        reading: list[float] = []
         stock: list[float] = []
         for _ in range(REPEATS + 2):
             messages = [*messages, ANSWER, {"role": "user", "content": "Go on."}]
             gc.collect()
             whole.append(await bench.ask(f"time-{count}", messages))
+            reading.append(bench.reading)
             stock.append(await bench.rendered(messages))
-        took, alone = (1000 * statistics.median(times[2:]) for times in (whole, stock))
+        took, alone, read = (1000 * statistics.median(times[2:]) for times in (whole, stock, reading))
         size = len(json.dumps(messages))
         rows.append(
             {
@@ -221,6 +244,7 @@ async def added_time(bench: Bench) -> list[dict[str, Any]]:
                 "call_ms": round(took, 1),
                 "stock_render_ms": round(alone, 1),
                 "beside_ms": round(took - alone, 1),
+                "of_that_reading_ms": round(read, 1),
             }
         )
         print(rows[-1], flush=True)
