@@ -387,6 +387,16 @@ def test_a_repeated_count_is_named(database: Engine, chain_maker: Any) -> None:
     assert any("count 0 twice" in each for each in differences(audit(database)))
 
 
+@pytest.mark.parametrize("table", ["rollout_outcome", "trained_row"])
+def test_a_deleted_event_that_nothing_names_leaves_a_gap_in_sqlite(copies: Copies, table: str) -> None:
+    with copies("whole", "sqlite") as database:
+        assert audit(database).findings.notes["gaps"] == 0
+        with write(database) as connection:
+            unguarded(connection)
+            connection.execute(text(f"delete from {table} where sequence = 20"))
+        assert audit(database).findings.examples["gaps"] == [f"1 of {table}"]
+
+
 def test_a_row_that_trained_and_is_not_what_it_was_is_named(played: Engine) -> None:
     with read(played) as connection:
         trained = connection.execute(text("select rollout_id, row_id from trained_row order by sequence")).first()

@@ -53,6 +53,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "same_tokens": "roots whose prompt begins with all tokens of the nearest call: they may be false rewrites",
         "unexplained_links": "calls above which one is missing or cannot be read: nothing is derived from above",
         "writer_failures": "holes in a writer's count where calls of its worker failed",
+        "gaps": "tables with sequences that no event has: PostgreSQL leaves such by itself, SQLite for deleted events",
         "media_not_checked": "media objects whose bytes were not looked for: name their place with --media",
         "media_not_captured": "calls with media that the log does not hold",
     }

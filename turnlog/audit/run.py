@@ -23,6 +23,7 @@ from replay.sealing import verify
 from replay.selection import Selection
 from replay.source import Position as RowPosition
 from store import migrate, partitions, schema
+from store.columns import PLACES
 from store.database import read
 from store.errors import SchemaMismatch
 from store.media import MediaStore
@@ -30,7 +31,7 @@ from store.settled import Position
 from turnlog.audit import chains, decisions, declared, events, source, suspects
 from turnlog.audit import media as media_check
 from turnlog.audit.findings import Findings
-from turnlog.audit.source import RolloutEvents
+from turnlog.audit.source import PARTS, RolloutEvents
 from turnlog.audit.writers import Writers
 
 Progress = Callable[[int, int], None]
@@ -117,6 +118,9 @@ def audit(
             if progress is not None:
                 progress(done, total)
     writers.check(findings)
+    for place in PLACES:
+        if "rollout_id" in place.table.c and (gap := getattr(at, PARTS[place.table.name]) - counts[place.kind]) > 0:
+            findings.note("gaps", f"{gap} of {place.table.name}")
     return Audited(
         position=at,
         findings=findings,
