@@ -301,6 +301,23 @@ def test_a_kept_image_that_is_another_now_is_refused_and_leaves_nothing(
     assert [call.decision for call in qwen2_5_vl.calls(rollout)] == ["root", "continuation"]
 
 
+def test_media_that_cannot_be_stored_stop_the_call_before_a_token(qwen2_5_vl: VisionServer) -> None:
+    folder = Path(qwen2_5_vl.media.url)
+    aside = folder.rename(folder.with_suffix(".aside"))
+    folder.write_text("no folder")
+    try:
+        refused = chat(qwen2_5_vl, "unwritable", [user("Look.", image_part(data_uri(png(pixels(800)))))])
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+    assert refused.status_code == 503, refused.text
+    assert refused.headers["retry-after"] == "5"
+    assert "cannot be written" in refused.json()["error"]["message"]
+    assert qwen2_5_vl.calls("unwritable") == qwen2_5_vl.ends("unwritable") == []
+    answered(chat(qwen2_5_vl, "unwritable", [user("Look.", image_part(data_uri(png(pixels(800)))))]))
+    assert len(qwen2_5_vl.calls("unwritable")) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["nemo-gym-simple-chunked", "nemo-gym-simple-rolling", "ldp-hide-env-states-images", "claude-code"]
 )
