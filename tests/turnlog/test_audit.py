@@ -331,7 +331,7 @@ def test_the_small_log_is_clean_but_for_its_guards(copies: Copies) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "examples"), [("sqlite", 30), pytest.param("postgres", 8, marks=pytest.mark.postgres)]
+    ("kind", "examples"), [("sqlite", 24), pytest.param("postgres", 6, marks=pytest.mark.postgres)]
 )
 def test_every_tampering_is_caught_and_named(copies: Copies, kind: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, database=None)
