@@ -130,6 +130,7 @@ def build(database: Engine, *, shown_log: str, token: str | None = None, tokeniz
             rows=row_plot(counts),
             table=harness_table(counts),
             colour=colour,
+            calls=boundaries.CALLS,
         )
 
     @app.exception_handler(PageError)

@@ -1,6 +1,8 @@
 """Why rows begin, counted: by reason, week and harness, and how many rows rollouts have.
 
 Knows the roots of the log; does not know plots or HTML. Law: each root is counted once, and by narrow columns alone.
+
+Counting costs what is counted. So it is the newest `CALLS` of the log that are looked at, unless all are asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from turnlog.ui.listing import RECENT, Day, Words, day_begins
 
 FIRST = "first_call"
 """The reason of a rollout's first row, which is no change of mind of its harness."""
+CALLS = 100_000
 _DAY = 24 * 3600 * 1_000_000
 _WEEK = 7 * _DAY
 _MONDAY = 3 * _DAY
@@ -33,6 +36,8 @@ class Window(BaseModel):
     since: Day = None
     until: Day = None
     """The last day, included."""
+    all: bool = False
+    """Whether to look at all calls, however long that takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,8 @@ class Counts:
     """By harness, the most frequent first; first calls are left out. An empty name is of rollouts that name none."""
     rows: Mapping[int, int]
     """How many rollouts have so many roots."""
+    back_to: int | None
+    """When the oldest of the newest calls began, where the log has more; None when all were looked at."""
 
     @property
     def boundaries(self) -> int:
@@ -59,6 +66,12 @@ def counts(connection: Connection, window: Window) -> Counts:
     """Count what began within the window."""
     call, rollout = schema.model_call.c, schema.rollout.c
     wanted: list[ColumnElement[bool]] = [call.decision == "root"]
+    lowest, highest = connection.execute(select(func.min(call.sequence), func.max(call.sequence))).one()
+    back_to: int | None = None
+    if not window.all and highest is not None and highest - lowest >= CALLS:
+        wanted.append(call.sequence > highest - CALLS)
+        oldest = select(call.started_at).where(call.sequence > highest - CALLS).order_by(call.sequence).limit(1)
+        back_to = connection.execute(oldest).scalar_one()
     if window.since is not None:
         wanted.append(call.started_at >= day_begins(window.since))
     if window.until is not None:
@@ -94,6 +107,7 @@ def counts(connection: Connection, window: Window) -> Counts:
         weeks=_without_gaps(by_week),
         harnesses={harness: by_harness[harness] for harness, _ in harnesses.most_common()},
         rows={int(number): int(rollouts) for number, rollouts in rows},
+        back_to=back_to,
     )
 
 

@@ -22,10 +22,10 @@ MOST = 600
 """Calls in one picture."""
 TOP, LANE, BAR = 34, 52, 24
 """Pixels above the first lane, of a lane, and of a bar in it."""
-LEFT, RIGHT = 16, 190
-_BUSY, _IDLE = (20, 150), (8, 44)
+LEFT, RIGHT = 16, 170
+_BUSY, _IDLE = (18, 120), (8, 30)
 """Least and most pixels of a step in which calls run, and of one in which none does."""
-_USUAL = 64
+_USUAL = 52
 """Pixels of a call that takes as long as most."""
 _TICK = 140
 

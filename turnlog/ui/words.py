@@ -92,10 +92,12 @@ def count(number: float) -> str:
 def lasted(microseconds: int) -> str:
     """A span of time.
 
-    >>> [lasted(each) for each in (500, 41_300, 2_500_000, 125_000_000, 7_260_000_000)]
-    ['0.5 ms', '41 ms', '2.5 s', '2 min 5 s', '2 h 1 min']
+    >>> [lasted(each) for each in (0, 500, 41_300, 2_500_000, 125_000_000, 7_260_000_000)]
+    ['0 s', '0.5 ms', '41 ms', '2.5 s', '2 min 5 s', '2 h 1 min']
     """
     seconds = microseconds / 1e6
+    if not microseconds:
+        return "0 s"
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -29,7 +29,7 @@ from turnlog.ui.app import build
 TOKEN = "correct-horse-battery-staple"
 PAGES = {
     "rollouts": "/",
-    "rollout": "/rollouts/claude-code",
+    "rollout": "/rollouts/claude-code-subagents",
     "call": "/rollouts/pi#root",
     "tokens": "/rollouts/sampled#root",
     "boundaries": "/boundaries",

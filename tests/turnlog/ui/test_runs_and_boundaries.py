@@ -100,6 +100,16 @@ def test_a_window_leaves_out_the_rest(filled: Engine) -> None:
     assert days.firsts == 8
 
 
+def test_the_newest_calls_are_counted_unless_all_are_asked_for(filled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "CALLS", 9)  # the four of `forked`, three of r28, two of r27
+    with read(filled) as connection:
+        newest = boundaries.counts(connection, Window())
+        everything = boundaries.counts(connection, Window(all=True))
+    assert (newest.firsts, dict(newest.reasons)) == (3, {"item_edited": 1, "context_replaced": 1})
+    assert newest.back_to is not None
+    assert (everything.firsts, everything.boundaries, everything.back_to) == (30, 9, None)
+
+
 def test_an_empty_log_has_no_boundary(database: Engine) -> None:
     with read(database) as connection:
         found = boundaries.counts(connection, Window())
