@@ -6,6 +6,7 @@ import doctest
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -70,7 +72,7 @@ def test_every_shell_line_is_of_a_kind_that_is_tested_here() -> None:
 
 def test_the_make_targets_exist_and_set_themselves_up() -> None:
     targets = [target for _, target in _commands(first="make")]
-    assert sorted(targets) == ["bench", "check", "demo", "test"]
+    assert sorted(targets) == ["bench", "chaos", "check", "demo", "test"]
     for target in targets:
         fresh = ["make", "--no-print-directory", "--dry-run", "VENV=no/such/environment", target]
         planned = subprocess.run(fresh, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -81,11 +83,25 @@ def test_the_make_targets_exist_and_set_themselves_up() -> None:
 def test_the_commands_that_read_a_log_run_as_they_stand(folder: Path) -> None:
     ran = 0
     for _, command, *arguments in _commands(first="turnlog"):
-        if command != "serve" and "postgresql" not in " ".join(arguments):
-            subprocess.run([sys.executable, "-m", "turnlog", command, *arguments], cwd=folder, check=True)
+        if command not in ("serve", "ui") and "postgresql" not in " ".join(arguments):
+            done = subprocess.run([sys.executable, "-m", "turnlog", command, *arguments], cwd=folder, check=False)
+            assert done.returncode == (command == "audit"), "the log here is made up, which audit must find"
             ran += 1
-    assert ran == 6
+    assert ran == 7
     assert (folder / "rows.parquet").is_file()
+
+
+def test_the_page_is_there_until_it_is_interrupted(folder: Path) -> None:
+    (shown,) = [words for words in _commands(first="turnlog") if words[1] == "ui"]
+    command = [sys.executable, "-m", *shown, "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as page:
+        assert page.stdout is not None
+        said = page.stdout.readline()
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+", said)
+        with urlopen(address) as answer:
+            assert b"demo1-1" in answer.read()
+        page.send_signal(signal.SIGINT)
+    assert page.returncode in (0, 130)
 
 
 @pytest.mark.postgres
