@@ -12,7 +12,6 @@ import gzip
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -36,9 +35,15 @@ def measured(file: Path) -> dict[str, Any]:
     return figures
 
 
+def memory(name: str) -> int:
+    """MiB of this process, now (VmRSS) or at most (VmHWM); Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) // 1024
+
+
 def one(file: Path) -> None:
     """Audit and print."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = memory("VmRSS")
     database = open_database(f"sqlite:///{file}")
     found = audit(database, archive="")
     database.dispose()
@@ -50,7 +55,8 @@ def one(file: Path) -> None:
                 "seconds": round(found.seconds, 2),
                 "tokens_per_s": round(found.tokens / found.seconds),
                 "calls_per_s": round(found.events["call_completed"] / found.seconds),
-                "grown_mib": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024),
+                "peak_mib": memory("VmHWM"),
+                "of_them_before_mib": before,
                 "clean": found.clean,
             }
         )
