@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy import ColumnElement, Connection, Integer, func, select, type_coerce
@@ -76,22 +75,26 @@ def counts(connection: Connection, window: Window) -> Counts:
         wanted.append(call.started_at >= day_begins(window.since))
     if window.until is not None:
         wanted.append(call.started_at < day_begins(window.until + timedelta(days=1)))
-    if window.harness is not None:
-        wanted.append(rollout.harness == window.harness)
     week = type_coerce((call.started_at + _MONDAY) / _WEEK, Integer)
-    joined = schema.model_call.join(schema.rollout, rollout.rollout_id == call.rollout_id)
-    grouped = select(call.reason, week.label("week"), rollout.harness, func.count().label("roots"))
-    lines = connection.execute(
-        grouped.select_from(joined).where(*wanted).group_by(call.reason, week, rollout.harness)
-    ).all()
-    source: Any = joined if window.harness is not None else schema.model_call
-    each = select(func.count().label("rows")).select_from(source).where(*wanted).group_by(call.rollout_id).subquery()
-    rows = connection.execute(select(each.c.rows, func.count()).group_by(each.c.rows).order_by(each.c.rows)).all()
+    # By rollout, for one look at the calls gives all; which harness it is of is asked once a rollout.
+    each = (
+        select(call.rollout_id, call.reason, week.label("week"), func.count().label("roots"))
+        .where(*wanted)
+        .group_by(call.rollout_id, call.reason, week)
+        .subquery()
+        .c
+    )
+    asked = select(each.rollout_id, each.reason, each.week, rollout.harness, each.roots)
+    asked = asked.join(schema.rollout, rollout.rollout_id == each.rollout_id)
+    if window.harness is not None:
+        asked = asked.where(rollout.harness == window.harness)
+    rows = Counter[str]()
     reasons, harnesses = Counter[str](), Counter[str]()
     by_week: dict[int, Counter[str]] = {}
     by_harness: dict[str, Counter[str]] = {}
     firsts = 0
-    for line in lines:
+    for line in connection.execute(asked):
+        rows[line.rollout_id] += line.roots
         by_week.setdefault(int(line.week), Counter())
         if line.reason == FIRST:
             firsts += line.roots
@@ -106,7 +109,7 @@ def counts(connection: Connection, window: Window) -> Counts:
         firsts=firsts,
         weeks=_without_gaps(by_week),
         harnesses={harness: by_harness[harness] for harness, _ in harnesses.most_common()},
-        rows={int(number): int(rollouts) for number, rollouts in rows},
+        rows=dict(sorted(Counter(rows.values()).items())),
         back_to=back_to,
     )
 
