@@ -92,9 +92,7 @@ class Journal:
         """Whether calls are served while the log is away."""
         self._clock = Clock() if clock is None else clock
         self._remembered = Remembered()
-        self.writer = GroupCommit(
-            database, capacity=_QUEUED, patience=Patience(patience), spool=spool, watcher=watcher
-        )
+        self.writer = GroupCommit(database, capacity=_QUEUED, patience=Patience(patience), spool=spool, watcher=watcher)
         self._patience = Patience(patience)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="turnlog-reader")
         self._for_room = ThreadPoolExecutor(1, thread_name_prefix="turnlog-queue")
