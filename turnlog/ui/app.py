@@ -13,19 +13,27 @@ from importlib.resources import files
 from typing import Annotated, Any
 from uuid import UUID
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Engine
 from starlette.exceptions import HTTPException
 
 from replay.errors import UnknownRollout
+from replay.media import MediaSource
 from store.database import read
-from store.errors import LogUnavailable
+from store.errors import (
+    DamagedTensors,
+    LogUnavailable,
+    MediaDamaged,
+    MediaMissing,
+    MediaUnavailable,
+    MediaUnreadable,
+)
 from turnlog.boundary import Detokenizer
-from turnlog.ui import boundaries, call, history, lanes, listing, runs, tokens, words
+from turnlog.ui import boundaries, call, history, lanes, listing, pictures, runs, tokens, words
 from turnlog.ui.door import Door, safe_path
-from turnlog.ui.errors import PageError
+from turnlog.ui.errors import NoPicture, PageError
 from turnlog.ui.plots import colour, fill_plot, harness_table, row_plot, staleness_plot, token_plot, week_plot
 
 Place = Annotated[int | None, Query(ge=0, lt=2**63)]
@@ -33,6 +41,7 @@ Place = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 def build(database: Engine, *, shown_log: str, token: str | None = None, tokenizer: Detokenizer | None = None) -> Door:
     """The page over one log; `shown_log` is what it calls the log. The caller disposes of the database."""
+    held = MediaSource(database.url.render_as_string(hide_password=False))
     app = FastAPI(title="turnlog", docs_url=None, redoc_url=None, openapi_url=None)
     templates = words.environment()
     static = files("turnlog.ui") / "static"
@@ -81,16 +90,31 @@ def build(database: Engine, *, shown_log: str, token: str | None = None, tokeniz
         with read(database) as connection:
             found = call.load(connection, call_id)
             completed = found.completed
+            before = call.images_before(connection, found)
             compared = None if completed is None else call.compared(connection, completed, tokenizer)
         return shown(
             "call",
             call=found,
+            before=before,
             part=None if completed is None or not completed.delta_len else tokens.part(completed, tokenizer, first),
             detokenized=tokenizer is not None,
             compared=compared,
             as_table=table,
             shades=tokens.PROBABILITIES,
         )
+
+    @app.get("/pictures/{sha256}.png")
+    def one_picture(sha256: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]) -> Response:
+        with read(database) as connection:
+            shown = call.occurrence(connection, bytes.fromhex(sha256))
+        try:
+            made = pictures.picture(held.tensors(shown.sha256), tokens=shown.tokens, height=shown.height)
+        except (MediaUnavailable, MediaUnreadable, MediaMissing, MediaDamaged, DamagedTensors) as error:
+            raise NoPicture(sha256, str(error)) from error
+        if made is None:
+            raise NoPicture(sha256, "its tensors are laid out in a way that this page does not know")
+        # Content-addressed, so it never changes; but only for who may see the log.
+        return Response(made, media_type="image/png", headers={"cache-control": "private, max-age=86400"})
 
     @app.get("/runs")
     def all_runs() -> HTMLResponse:

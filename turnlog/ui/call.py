@@ -17,8 +17,9 @@ from sqlalchemy import Connection, func, select
 from store import schema
 from store.columns import event_of
 from store.events import CallAdmitted, CallCompleted, CallEnded, logprob_array
+from store.lineage import chain_media
 from turnlog.boundary import Boundary, Detokenizer, boundary
-from turnlog.ui.errors import UnknownCall
+from turnlog.ui.errors import NoPicture, UnknownCall
 
 COMPARED = 400_000
 """Tokens of two contexts beyond which a page does not compare them; `turnlog show --boundary` does."""
@@ -44,6 +45,20 @@ class Media:
     start: int
     length: int
     geometry: JsonValue
+
+    @property
+    def pictured(self) -> bool:
+        """Whether it may be shown as a picture."""
+        return self.modality != "audio" and isinstance(self.geometry, dict) and "height" in self.geometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """What a picture of an object needs to know of one of its occurrences."""
+
+    sha256: bytes
+    tokens: int
+    height: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +125,26 @@ def load(connection: Connection, call_id: UUID) -> OneCall:
         nearest=_by_id(connection, _uuid(named), numbers),
         media=_media(connection, call_id),
     )
+
+
+def images_before(connection: Connection, call: OneCall) -> list[str]:
+    """Addresses of the images in the context that a root is compared with; nothing where both have the same."""
+    if call.nearest is None:
+        return []
+    shown = chain_media(connection, call.nearest.call_id)
+    there = [each.sha256.hex() for each in shown if each.modality != "audio" and "height" in each.geometry]
+    return [] if there == [each.sha256 for each in call.media if each.pictured] else there
+
+
+def occurrence(connection: Connection, sha256: bytes) -> Occurrence:
+    """One occurrence of an object. Raises NoPicture."""
+    shown = schema.call_media.c
+    asked = select(shown.tokens, shown.geometry).where(shown.sha256 == sha256).limit(1)
+    row = connection.execute(asked).one_or_none()
+    height = None if row is None else row.geometry.get("height")
+    if row is None or not isinstance(height, int):
+        raise NoPicture(sha256.hex(), "no call of this log shows an image with this content address")
+    return Occurrence(sha256=sha256, tokens=row.tokens, height=height)
 
 
 def compared(connection: Connection, call: CallCompleted, tokenizer: Detokenizer | None) -> Boundary | None:

@@ -6,6 +6,7 @@
     ├── CannotListen    the address is taken, or none of this machine
     ├── MissingParts    packages that the page needs are not installed here
     ├── UnknownCall     no call has this id
+    ├── NoPicture       what was asked for is no image that can be shown
     └── UnknownRun      no training run has this name, or no such step
 
 Every message gives the value, the rule it breaks and the remedy.
@@ -80,3 +81,11 @@ class UnknownRun(PageError):
         self.step = step
         what = f"training run {run!r}" if step is None else f"step {step} of training run {run!r}"
         super().__init__(f"{what} is not in the log: follow a link from the list of runs")
+
+
+class NoPicture(PageError):
+    """What was asked for is no image that can be shown."""
+
+    def __init__(self, sha256: str, why: str) -> None:
+        self.sha256 = sha256
+        super().__init__(f"there is no picture of {sha256} ({why}): the media of a call are listed on its page")
