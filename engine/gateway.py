@@ -64,7 +64,8 @@ class Gateway:
             return
         dialect = dialect_at(wanted.path)
         if wanted.rollout_id is None:
-            await self._app(scope, receive, send)
+            with tracing.request(scope["headers"]):
+                await self._app(scope, receive, send)
         elif dialect is None or scope["type"] == "websocket":
             await self._app(_moved(scope, wanted.path), receive, send)
         else:
@@ -85,8 +86,8 @@ class Gateway:
         answer = _Answer(send, call, dialect, client, streamed=bool(request.get("stream")))
         token = CURRENT.set(call)
         try:
-            with tracing.request(scope["headers"]):
-                await self._app(scope, client.receive, answer.send)
+            with tracing.call(scope["headers"], rollout_id) as headers:
+                await self._app({**scope, "headers": headers}, client.receive, answer.send)
         except Exception as error:
             if not client.gone:
                 call.end("failed", f"{type(error).__name__}: {error}")

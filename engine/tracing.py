@@ -1,10 +1,11 @@
-"""Spans around what turnlog adds to a request, for OpenTelemetry: decision, splice and commit.
+"""Spans of what turnlog does in a request, for OpenTelemetry: the call, and in it decision, splice and commit.
 
 Knows OpenTelemetry's interface, where it is installed; does not know what is traced, who exports spans, or vLLM. Law:
 without a provider that records (vLLM sets one up with `--otlp-traces-endpoint`) nothing is made and nothing imported
 but once; a span never holds text, tokens or a secret.
 
-A span belongs to the trace that the request's `traceparent` header names.
+A call is one tree: it belongs to the trace that the request's `traceparent` header names, or begins one, and the server
+behind it is told so by that header, so that its own spans of the request stand beside turnlog's.
 
 >>> class Door:
 ...     @traced("turnlog.open", lambda found: {"width": found})
@@ -18,7 +19,7 @@ A span belongs to the trace that the request's `traceparent` header names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Never, Protocol, TypeVar, cast
@@ -27,6 +28,7 @@ from engine.metrics import label
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[object]])
 Attributes = Mapping[str, str | int]
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Decided(Protocol):
@@ -86,20 +88,49 @@ def traced(name: str, said: Callable[[Never], Attributes] | None = None) -> Call
 
 
 @contextmanager
-def request(headers: Iterable[tuple[bytes, bytes]]) -> Generator[None]:
+def request(headers: Headers) -> Generator[None]:
     """Let the spans made inside belong to the trace that a request's headers name."""
     if _tracer() is None:
         yield
         return
     from opentelemetry import context
-    from opentelemetry.propagate import extract
 
-    carried = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    token = context.attach(extract(carried))
+    token = context.attach(_named_by(headers))
     try:
         yield
     finally:
         context.detach(token)
+
+
+@contextmanager
+def call(headers: Headers, rollout_id: str) -> Generator[Headers]:
+    """A span of a whole call; the value is the request's headers, by which the spans of who reads them belong to it."""
+    tracer = _tracer()
+    if tracer is None:
+        yield headers
+        return
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    with tracer.start_as_current_span(
+        "turnlog.call",
+        context=_named_by(headers),
+        kind=SpanKind.SERVER,
+        attributes={"turnlog.rollout_id": rollout_id},
+        record_exception=False,
+        set_status_on_exception=False,
+    ):
+        ours: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(ours)  # the only headers that vLLM reads
+        told = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in ours.items()]
+        yield [*((name, value) for name, value in headers if name.decode("latin-1").lower() not in ours), *told]
+
+
+def _named_by(headers: Headers) -> Any:
+    """The context of the trace that the headers name; an empty one where they name none."""
+    from opentelemetry.propagate import extract
+
+    return extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
 
 
 @functools.cache

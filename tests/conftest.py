@@ -7,9 +7,12 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import UUID
 
@@ -262,10 +265,35 @@ MODELS = (NAME, "stub-model", "claude-sonnet-4-5", "gpt-5.1-codex")
 """What the session's model answers to: its own name, and those in the recordings."""
 
 
+class Collector:
+    """Who OpenTelemetry's spans are sent to: keeps the newest messages as they came, for who wants to read them."""
+
+    def __init__(self) -> None:
+        self.messages = deque[bytes](maxlen=500)
+        messages = self.messages
+
+        class Taken(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                messages.append(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Taken)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
 class ModelServer:
     """The real model server of the test session, with its log in a SQLite file; can be killed and started again.
 
-    What it samples can be scripted (`tests/scripted`): calls that nobody scripted are sampled as ever.
+    What it samples can be scripted (`tests/scripted`): calls that nobody scripted are sampled as ever. Its spans go to
+    `collector`.
     """
 
     worker = NAME
@@ -276,6 +304,7 @@ class ModelServer:
         migrate.upgrade(self.database)
         self.model = build_model(folder / "model")
         self._running: RunningServer | None = None
+        self.collector = Collector()
         self.reasoning = "restore"
         """The policy under which it starts next."""
 
@@ -289,9 +318,14 @@ class ModelServer:
                 self.model,
                 url=url,
                 log=self.log,
-                flags=("--reasoning", self.reasoning, "--served-model-name", *MODELS),
+                flags=(
+                    *("--reasoning", self.reasoning, "--otlp-traces-endpoint", self.collector.endpoint),
+                    *("--served-model-name", *MODELS),
+                ),
                 environment={
                     "PYTHONPATH": os.pathsep.join(found_in),
+                    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+                    "OTEL_BSP_SCHEDULE_DELAY": "500",  # milliseconds between two messages to the collector
                     "VLLM_PLUGINS": "scripted",
                     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one that knows custom logits processors
                 },
@@ -311,4 +345,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     found = ModelServer(tmp_path_factory.mktemp("server"))
     yield found
     found.kill()
+    found.collector.close()
     found.database.dispose()

@@ -1,8 +1,14 @@
-"""Spans, in a process of its own: a provider can be set once, and is there before the first request."""
+"""Spans, in a process of its own, for a provider can be set once; and those that the real server sends a collector."""
 
 import json
 import subprocess
 import sys
+import time
+from typing import Any
+
+import httpx
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SCRIPT = """
@@ -85,3 +91,55 @@ def test_each_step_is_a_span_of_the_requests_trace_and_tells_no_text(tmp_path: o
 
 def test_without_a_provider_there_are_none(tmp_path: object) -> None:
     assert spans("does not", f"{tmp_path}/turnlog.db") == []
+
+
+def sent(server: Any, rollout: str, *, calls: int) -> list[dict[str, Span]]:
+    """The spans of each call of a rollout by name, once they have all come; the second commit is `committed`."""
+    tops: list[Span] = []
+    below: list[list[Span]] = []
+    for _ in range(300):
+        messages = [ExportTraceServiceRequest.FromString(message) for message in [*server.collector.messages]]
+        spans = [
+            span
+            for message in messages
+            for resource in message.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+        tops = [
+            span for span in spans if span.name == "turnlog.call" and span.attributes[0].value.string_value == rollout
+        ]
+        below = [[span for span in spans if span.parent_span_id == top.span_id] for top in tops]
+        if len(tops) == calls and all(any(span.name == "llm_request" for span in each) for each in below):
+            break
+        time.sleep(0.1)
+    found = []
+    for top, each in sorted(zip(tops, below, strict=True), key=lambda pair: pair[0].start_time_unix_nano):
+        by_name: dict[str, Span] = {"turnlog.call": top}
+        for span in sorted(each, key=lambda span: span.start_time_unix_nano):
+            by_name["committed" if span.name in by_name else span.name] = span
+        found.append(by_name)
+    return found
+
+
+def test_a_call_of_a_real_server_is_one_tree_of_its_spans_and_the_servers(server: Any) -> None:
+    url = f"{server.address}/rollouts/traced/v1/chat/completions"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    for headers in ({}, {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}):
+        body = {"model": server.worker, "messages": messages, "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(url, json=body, headers=headers, timeout=60).json()
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on"}]
+    first, second = sent(server, "traced", calls=2)
+    assert set(first) == {"turnlog.call", "turnlog.decide", "turnlog.commit", "llm_request", "committed"}
+    assert set(second) == {*first, "turnlog.splice"}
+    assert {span.trace_id for span in first.values()} == {first["turnlog.call"].trace_id}
+    assert {span.trace_id.hex() for span in second.values()} == {TRACE}
+    assert (first["turnlog.call"].parent_span_id, second["turnlog.call"].parent_span_id.hex()) == (
+        b"",
+        "b7ad6b7169203331",
+    )
+    for spans in (first, second):
+        order = ["turnlog.call", "turnlog.decide", "turnlog.splice", "turnlog.commit", "committed"]
+        starts = [spans[name].start_time_unix_nano for name in order if name in spans]
+        assert starts == sorted(starts)
+        assert spans["turnlog.call"].end_time_unix_nano >= spans["committed"].end_time_unix_nano
