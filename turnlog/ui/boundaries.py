@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import ColumnElement, Connection, Integer, func, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Integer, select, type_coerce
 
 from store import schema
-from turnlog.ui.listing import RECENT, Day, Words, day_begins
+from turnlog.ui.listing import RECENT, Day, Words, day_begins, first_and_last
 
 FIRST = "first_call"
 """The reason of a rollout's first row, which is no change of mind of its harness."""
@@ -65,9 +65,9 @@ def counts(connection: Connection, window: Window) -> Counts:
     """Count what began within the window."""
     call, rollout = schema.model_call.c, schema.rollout.c
     wanted: list[ColumnElement[bool]] = [call.decision == "root"]
-    lowest, highest = connection.execute(select(func.min(call.sequence), func.max(call.sequence))).one()
+    lowest, highest = first_and_last(connection, schema.model_call)
     back_to: int | None = None
-    if not window.all and highest is not None and highest - lowest >= CALLS:
+    if not window.all and lowest is not None and highest is not None and highest - lowest >= CALLS:
         wanted.append(call.sequence > highest - CALLS)
         oldest = select(call.started_at).where(call.sequence > highest - CALLS).order_by(call.sequence).limit(1)
         back_to = connection.execute(oldest).scalar_one()
@@ -76,34 +76,29 @@ def counts(connection: Connection, window: Window) -> Counts:
     if window.until is not None:
         wanted.append(call.started_at < day_begins(window.until + timedelta(days=1)))
     week = type_coerce((call.started_at + _MONDAY) / _WEEK, Integer)
-    # By rollout, for one look at the calls gives all; which harness it is of is asked once a rollout.
-    each = (
-        select(call.rollout_id, call.reason, week.label("week"), func.count().label("roots"))
-        .where(*wanted)
-        .group_by(call.rollout_id, call.reason, week)
-        .subquery()
-        .c
-    )
-    asked = select(each.rollout_id, each.reason, each.week, rollout.harness, each.roots)
-    asked = asked.join(schema.rollout, rollout.rollout_id == each.rollout_id)
+    # Counted here: SQLite would group by an index that goes through all calls.
+    asked = select(call.rollout_id, call.reason, week, rollout.harness)
+    asked = asked.join_from(schema.model_call, schema.rollout, rollout.rollout_id == call.rollout_id).where(*wanted)
     if window.harness is not None:
         asked = asked.where(rollout.harness == window.harness)
-    rows = Counter[str]()
+    rows, kinds = Counter[str](), Counter[tuple[str, int, str | None]]()
+    for lines in connection.execute(asked).partitions(10_000):
+        rows.update(line[0] for line in lines)
+        kinds.update((line[1], int(line[2]), line[3]) for line in lines)
     reasons, harnesses = Counter[str](), Counter[str]()
     by_week: dict[int, Counter[str]] = {}
     by_harness: dict[str, Counter[str]] = {}
     firsts = 0
-    for line in connection.execute(asked):
-        rows[line.rollout_id] += line.roots
-        by_week.setdefault(int(line.week), Counter())
-        if line.reason == FIRST:
-            firsts += line.roots
+    for (reason, begun, named), roots in kinds.items():
+        of_week = by_week.setdefault(begun, Counter())
+        if reason == FIRST:
+            firsts += roots
             continue
-        harness = line.harness or ""
-        reasons[line.reason] += line.roots
-        harnesses[harness] += line.roots
-        by_week[int(line.week)][line.reason] += line.roots
-        by_harness.setdefault(harness, Counter())[line.reason] += line.roots
+        harness = named or ""
+        reasons[reason] += roots
+        harnesses[harness] += roots
+        of_week[reason] += roots
+        by_harness.setdefault(harness, Counter())[reason] += roots
     return Counts(
         reasons=dict(reasons.most_common()),
         firsts=firsts,
