@@ -120,6 +120,8 @@ class Page:
     """`after` of the page in front; None at its beginning."""
     searched: int | None = None
     """Sequences that were looked at, when the search stopped before it had a whole page."""
+    left: int | None = None
+    """Sequences that were not, then."""
     reached: int | None = None
     """Opening time of the rollout up to which it looked, then; None when no rollout is near."""
 
@@ -156,6 +158,7 @@ def page(
         older=(back if upwards else further),
         newer=(further if upwards else None if at_start else back),
         searched=None if stopped is None else found.searched,
+        left=None if stopped is None else highest - stopped if upwards else stopped - lowest,
         reached=None if stopped is None else _opened_near(connection, stopped),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine
 
+from store import schema
 from store.database import read
 from turnlog.ui import listing
 from turnlog.ui.listing import Filters, Page
@@ -103,6 +104,13 @@ def test_a_search_that_takes_long_says_how_far_it_came_and_goes_on_from_there(
         assert found == []
         assert pages[0].searched == 4
         assert pages[0].reached is not None
+        lowest, highest = listing.first_and_last(connection, schema.rollout)
+        assert lowest is not None
+        assert highest is not None
+        left = highest - lowest + 1
+        for each in pages[:-1]:
+            left -= each.searched or 0
+            assert each.left == left
         assert pages[-1].searched is None
         some = listing.page(connection, Filters(reason="context_replaced"), clock=lambda: float(next(clock)))
         assert names(some) == ["r28"]
