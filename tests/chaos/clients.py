@@ -5,13 +5,14 @@ answer has arrived to its last byte, or an opening or an outcome was acknowledge
 promise that the log must keep.
 
 Run as a program it takes one JSON object on its command line, `{"address": ..., "token": ..., "notes": "FILE",
-"agents": 8, "seed": 1, "model": "demo"}`, and goes on until it gets SIGTERM.
+"in_flight": "FILE", "agents": 8, "seed": 1, "model": "demo"}`, and goes on until it gets SIGTERM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import random
 import signal
 import sys
@@ -47,6 +48,8 @@ class Told:
     """What the agents noted and counted."""
 
     notes: TextIO
+    in_flight: bytearray | mmap.mmap
+    """One byte, which who kills can look at: the calls whose answer is waited for."""
     answered: int = 0
     cut_off: int = 0
     refused: int = 0
@@ -71,9 +74,10 @@ class Agent:
     async def live(self, client: httpx.AsyncClient) -> None:
         """Rollouts, for ever."""
         for count in range(10**6):
-            await self._rollout(client, f"{self._name}-{count}")
+            await self.rollout(client, f"{self._name}-{count}")
 
-    async def _rollout(self, client: httpx.AsyncClient, rollout: str) -> None:
+    async def rollout(self, client: httpx.AsyncClient, rollout: str) -> None:
+        """One rollout: opened, talked through and scored."""
         secret = f"{self._random.getrandbits(256):064x}"
         opening = {"rollout_id": rollout, "secret": secret, "task": "say words"}
         base = (await self._insist(client, "/rollouts", opening))["base_url"]
@@ -120,10 +124,13 @@ class Agent:
         body = dialect.body(history, self._random.randint(8, 48), streamed=streamed)
         while True:
             leaves = streamed and self._random.random() < 0.03
+            self._told.in_flight[0] += 1
             try:
                 return await self._once(client, url, dialect, body, streamed=streamed, leaves=leaves)
             except (httpx.HTTPError, CutOff):
                 self._told.cut_off += 1
+            finally:
+                self._told.in_flight[0] -= 1
             await asyncio.sleep(self._random.uniform(0.02, 0.3))
 
     async def _once(
@@ -254,8 +261,8 @@ async def run(setup: dict[str, Any]) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     limits = httpx.Limits(max_connections=None)
-    with open(setup["notes"], "a") as notes:
-        told = Told(notes=notes)
+    with open(setup["notes"], "a") as notes, open(setup["in_flight"], "r+b") as number:
+        told = Told(notes=notes, in_flight=mmap.mmap(number.fileno(), 1))
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
             agents = [asyncio.create_task(Agent(at, setup, told).live(client)) for at in range(setup["agents"])]
             waiting = asyncio.create_task(stopping.wait())

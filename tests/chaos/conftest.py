@@ -1,3 +1,3 @@
 """What of this folder pytest must not import, as it would to look for doctests."""
 
-collect_ignore = ["light_server.py"]  # a program: it sets up vLLM for its own process
+collect_ignore = ["light_server.py", "light_engine.py"]  # of a program that sets up vLLM for its own process

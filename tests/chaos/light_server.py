@@ -1,9 +1,8 @@
-"""A model server that starts in a second: vLLM's whole front with turnlog on, around an engine that makes words up.
+"""A model server that starts in 0.2 seconds: vLLM's front with turnlog on, around an engine that makes words up.
 
 Knows how to build vLLM's application once and to fork it; everything in it is the real thing (routes, renderer,
-dialects, plug-in, gateway, worker, journal, writer), but for the engine's core: a child process that samples at random
-and can be killed like a real one. Law: a server lives and dies alone, and a new one begins where the first one began,
-with nothing in memory.
+dialects, plug-in, gateway, worker, journal, writer), but for the engine (`light_engine`). Law: a server lives and dies
+alone, and a new one begins where the first one began, with no call in memory.
 
 Run as a program it forks one server for each line on its standard input, `{"port": 1, "log": "FILE", "environment":
 {...}}`, and answers with the server's process id.
@@ -15,15 +14,13 @@ import asyncio
 import gc
 import json
 import os
-import random
 import signal
-import socket
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # before vLLM reads them
@@ -36,172 +33,57 @@ if __name__ == "__main__":  # before vLLM reads them
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
 
+import httpx
+from fastapi import FastAPI
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.launchers.launcher import create_server_socket
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.entrypoints.launchers.launcher import create_server_socket, serve_http
+from vllm.plugins.endpoint_plugins.interface import init_endpoint_plugins_state
 from vllm.renderers.registry import renderer_from_config
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine.dialects.routes import DIALECTS
+from store import migrate
+from store.database import open_database
+from tests.chaos.clients import Agent, Told
+from tests.chaos.light_engine import TASKS, LightEngine
 
-TICK = 0.004
-"""Seconds between two pieces of an answer."""
 BIND_SECONDS = 30
+REHEARSING = 8
+"""Agents of the rehearsal: enough that each dialect is spoken, streamed and not."""
+TOKEN = "the-operator-of-a-rehearsal"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Generation:
-    """What one request still has to sample."""
+class Rehearsed:
+    """Renders chats as the renderer does, and knows by heart what it rendered in the rehearsal.
 
-    left: int
-    stops: bool
-    random: random.Random = field(default_factory=random.Random)
+    Each start proves the same template with the same five hundred conversations. Nothing that an agent says is one of
+    them.
+    """
 
+    def __init__(self, renderer: Any) -> None:
+        self._render = renderer.render_chat_async
+        self._known: dict[str, Any] = {}
+        self.rehearsing = True
 
-def sample_for_ever(link: socket.socket, words: list[int], stop: int) -> None:
-    """The engine's core: a few random tokens for every request at each tick, until the server is gone."""
-    link.setblocking(False)
-    running: dict[str, _Generation] = {}
-    heard = b""
-    while True:
-        time.sleep(TICK)
-        try:
-            while data := link.recv(65536):
-                heard += data
-            return
-        except BlockingIOError:
-            pass
-        *lines, heard = heard.split(b"\n")
-        for line in lines:
-            asked = json.loads(line)
-            if asked["tokens"] == 0:
-                running.pop(asked["id"], None)
-            else:
-                running[asked["id"]] = _Generation(left=asked["tokens"], stops=random.random() < 0.8)
-        for request_id, generation in [*running.items()]:
-            many = min(generation.left, generation.random.randint(1, 4))
-            generation.left -= many
-            tokens = [generation.random.choice(words) for _ in range(many)]
-            if generation.left == 0:
-                del running[request_id]
-                if generation.stops:
-                    tokens[-1] = stop
-            piece = {"id": request_id, "tokens": tokens, "done": generation.left == 0}
-            link.setblocking(True)
-            link.sendall(json.dumps(piece).encode() + b"\n")
-            link.setblocking(False)
-
-
-class LightEngine:
-    """What vLLM's front asks of an engine."""
-
-    def __init__(self, config: Any, renderer: Any, link: socket.socket) -> None:
-        self.vllm_config = config
-        self.model_config = config.model_config
-        self.renderer = renderer
-        self.input_processor = None
-        self.errored = False
-        self.dead_error = EngineDeadError()
-        self._link = link
-        self._told: dict[str, asyncio.Queue[dict[str, Any] | None]] = {}
-        self._listening: asyncio.Task[None] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return not self.errored
-
-    def check_admission(self, n: int = 1, request_id: str | None = None) -> None: ...
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._link.close()
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def do_log_stats(self) -> None: ...
-
-    async def check_health(self) -> None:
-        if self.errored:
-            raise self.dead_error
-
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        if self.errored:
-            raise self.dead_error
-        if self._listening is None:
-            self._listening = asyncio.create_task(self._listen())
-        told = self._told[request_id] = asyncio.Queue()
-        asked = min(sampling_params.max_tokens or 16, 64)
-        self._tell({"id": request_id, "tokens": asked})
-        delta = sampling_params.output_kind == RequestOutputKind.DELTA
-        tokens: list[int] = []
-        try:
-            while True:
-                if (piece := await told.get()) is None:
-                    raise self.dead_error
-                new = piece["tokens"]
-                tokens += new
-                if delta or piece["done"]:
-                    yield self._output(request_id, prompt, new if delta else tokens, done=piece["done"])
-                if piece["done"]:
-                    return
-        finally:
-            del self._told[request_id]
-            if not self.errored:
-                self._tell({"id": request_id, "tokens": 0})
-
-    def _output(self, request_id: str, prompt: Any, tokens: list[int], *, done: bool) -> RequestOutput:
-        tokenizer = self.renderer.tokenizer
-        stopped = done and tokens[-1] == tokenizer.eos_token_id
-        choice = CompletionOutput(
-            index=0,
-            text=tokenizer.decode(tokens[:-1] if stopped else tokens),
-            token_ids=tokens,
-            cumulative_logprob=None,
-            logprobs=[{token: Logprob(logprob=-random.random(), rank=1)} for token in tokens],
-            finish_reason=("stop" if stopped else "length") if done else None,
-        )
-        ids = list(prompt["prompt_token_ids"])
-        return RequestOutput(request_id, None, ids, None, [choice], finished=done, num_cached_tokens=0)
-
-    def _tell(self, asked: dict[str, Any]) -> None:
-        self._link.setblocking(True)
-        try:
-            self._link.sendall(json.dumps(asked).encode() + b"\n")
-        except OSError:
-            self._die()
-        self._link.setblocking(False)
-
-    async def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        heard = b""
-        self._link.setblocking(False)
-        while True:
-            try:
-                data = await loop.sock_recv(self._link, 65536)
-            except OSError:
-                data = b""
-            if not data:
-                self._die()
-                return
-            *lines, heard = (heard + data).split(b"\n")
-            for line in lines:
-                piece = json.loads(line)
-                if (told := self._told.get(piece["id"])) is not None:
-                    told.put_nowait(piece)
-
-    def _die(self) -> None:
-        self.errored = True
-        for told in self._told.values():
-            told.put_nowait(None)
+    async def render_chat_async(
+        self,
+        conversations: Any,
+        chat_params: Any,
+        tok_params: Any = None,
+        prompt_extras: Any = None,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        options = {"prompt_extras": prompt_extras, "skip_mm_cache": skip_mm_cache}
+        asked = repr((conversations, chat_params, tok_params, options))
+        if (found := self._known.get(asked)) is None:
+            found = await self._render(conversations, chat_params, tok_params, **options)
+            if self.rehearsing:
+                self._known[asked] = found
+        rendered, prompts = found
+        return rendered, [dict(prompt) for prompt in prompts]
 
 
 class Nursery:
@@ -213,17 +95,53 @@ class Nursery:
         self._args = parser.parse_args(
             ["--model", model, *flags, "--enforce-eager", "--disable-log-stats", "--uvicorn-log-level", "warning"]
         )
-        self._args.model = model
-        self._config = AsyncEngineArgs.from_cli_args(self._args).create_engine_config()
-        build_app(self._args, ("generate",), self._config.model_config)  # imports what a server imports
-        for dialect in DIALECTS:
-            dialect.StreamedResponse()
-        tokenizer = renderer_from_config(self._config).tokenizer
-        words = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
-        self._words = [token for token, word in words.items() if word.isascii() and word.strip().isalpha()]
-        self._stop = tokenizer.eos_token_id
+        self._args.model, self._args.host, self._args.port = model, "127.0.0.1", 0
+        config = AsyncEngineArgs.from_cli_args(self._args).create_engine_config()
+        renderer = renderer_from_config(config)
+        rehearsed = Rehearsed(renderer)
+        renderer.render_chat_async = rehearsed.render_chat_async
+        asyncio.run(self._rehearse(LightEngine(config, renderer)))
+        rehearsed.rehearsing = False
+        renderer.render_chat_async = rehearsed.render_chat_async  # where the plug-in has put its own
+        renderer._executor.shutdown(wait=True)
+        renderer._executor.replace_inner()
+        self._engine = LightEngine(config, renderer)
+        self._app = asyncio.run(self._build(self._engine))
+        assert threading.active_count() == 1, f"no thread lives on in a fork: {threading.enumerate()}"
         gc.collect()
         gc.freeze()  # what is here already is looked at no more in any server
+
+    async def _build(self, engine: LightEngine) -> FastAPI:
+        """vLLM's application, ready but for its plug-in, whose state is each server's own."""
+        app = build_app(self._args, TASKS, engine.model_config)
+        plugins, app.state.endpoint_plugins = app.state.endpoint_plugins, []
+        await init_app_state(engine, app.state, self._args, TASKS)  # type: ignore[arg-type]
+        app.state.endpoint_plugins = plugins
+        return app
+
+    async def _rehearse(self, engine: LightEngine) -> None:
+        """Serve a few agents on a log of its own: what first use imports, compiles and proves is then there already."""
+        app = await self._build(engine)
+        engine.start()
+        with tempfile.TemporaryDirectory() as folder, Path(folder, "notes").open("w") as notes:
+            environment = {
+                "TURNLOG_URL": f"sqlite:///{folder}/turnlog.db", "TURNLOG_TOKEN": TOKEN, "TURNLOG_REQUIRE_OPEN": "1",
+            }  # fmt: skip
+            os.environ |= environment
+            migrate.upgrade(database := open_database())
+            await init_endpoint_plugins_state(engine, app.state, self._args)  # type: ignore[arg-type]
+            setup = {"address": "http://rehearsal", "token": TOKEN, "seed": "rehearsal", "model": "demo"}
+            told = Told(notes=notes, in_flight=bytearray(1))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+                agents = [Agent(number, setup, told) for number in range(REHEARSING)]
+                await asyncio.gather(*(agent.rollout(client, f"rehearsal-{at}") for at, agent in enumerate(agents)))
+            journal = app.state.turnlog.journal
+            journal.close()
+            journal.database.dispose()
+            database.dispose()
+            for name in environment:
+                del os.environ[name]
+        engine.shutdown()
 
     def bear(self, port: int, log: str, environment: dict[str, str]) -> int:
         """A new server's process id."""
@@ -236,23 +154,17 @@ class Nursery:
             os.dup2(output, standard)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ |= environment
-        mine, theirs = socket.socketpair()
-        if os.fork() == 0:
-            mine.close()
-            with suppress(OSError):  # the server is gone
-                sample_for_ever(theirs, self._words, self._stop)
-            os._exit(0)
-        theirs.close()
+        self._engine.start()
         try:
-            asyncio.run(self._serve(port, mine))
+            asyncio.run(self._serve(port))
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
         os._exit(0)
 
-    async def _serve(self, port: int, link: socket.socket) -> None:
-        self._args.host, self._args.port = "127.0.0.1", port
+    async def _serve(self, port: int) -> None:
+        """What vLLM does with an application that is built."""
         give_up = time.monotonic() + BIND_SECONDS
         while True:
             try:
@@ -262,9 +174,16 @@ class Nursery:
                 if time.monotonic() > give_up:
                     raise
                 await asyncio.sleep(0.05)
-        engine = LightEngine(self._config, renderer_from_config(self._config), link)
+        self._args.port = port
+        await init_endpoint_plugins_state(self._engine, self._app.state, self._args)  # type: ignore[arg-type]
+        serving = await serve_http(
+            self._app, listening, host="127.0.0.1", port=port, log_level=self._args.uvicorn_log_level,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            h11_max_incomplete_event_size=self._args.h11_max_incomplete_event_size,
+            h11_max_header_count=self._args.h11_max_header_count,
+        )  # fmt: skip
         try:
-            await (await build_and_serve(engine, f"http://127.0.0.1:{port}", listening, self._args))  # type: ignore[arg-type]
+            await serving
         finally:
             listening.close()
 

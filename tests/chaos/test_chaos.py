@@ -1,6 +1,7 @@
 """The chaos run in short, and that its proof can fail."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from store import log
 from store.database import write
 from store.events import CallAdmitted, CallCompleted, RolloutOpened, token_array
 from tests.chaos import run
-from tests.chaos.proof import prove
+from tests.chaos.proof import Found, prove
 
 
 class Words:
@@ -63,11 +64,24 @@ def test_the_proof_finds_what_is_lost_doubled_or_changed(
     assert found({"kind": "opened", "rollout": "r3"}, {"kind": "scored", "outcome_id": "x"}).wrong[0].startswith("roll")
 
 
+def test_too_few_kills_are_told_in_all_and_of_each_kind_on_each_database() -> None:
+    def result(log: str, **kills: int) -> run.Result:
+        phase = run.Phase(log=log, on_log_failure="refuse", kills=45)
+        return run.Result(phase=phase, kills=Counter(kills), found=Found(), seconds=1.0)
+
+    enough = [result(log, server=25, engine=10, **{"database: writer": 10}) for log in ("sqlite", "postgresql")]
+    assert run.too_few(enough, 90) == []
+    assert run.too_few(enough, 91) == ["90 of 91 kills"]
+    few = result("postgresql", server=33, engine=2, **{"database: postmaster": 10})
+    assert run.too_few([enough[0], few], 90) == ["2 kills of engine on postgresql, fewer than 3"]
+
+
 @pytest.mark.postgres
 def test_kills_of_servers_engines_and_databases_lose_nothing(record_property: Any) -> None:
     seed = 7
     (result,) = run.run(seed=seed, kills=8, seconds=60, short=True)
     assert result.kills.total() == 8
+    assert min(result.in_flight) > 0
     assert result.found.wrong == []
     assert (result.found.lost, result.found.doubled) == (0, 0)
     assert result.found.answered > 20
