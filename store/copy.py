@@ -3,7 +3,8 @@
 Knows two databases and the columns between them; does not know what the events mean or who watches. Law: the log copied
 to is at every moment a beginning of the one copied from, so that a copy which was killed goes on where it was, a copy
 repeated adds what is new, and a position or a stored run means the same in both. What is there already is compared by
-digest; each event that is copied gives its digest again or stops the copy.
+digest; each event that is copied gives its digest again or stops the copy. What the source's tally misses, the
+copy's misses too.
 
 What is settled (`store.settled`) when the copy begins is copied; the log may be written to meanwhile.
 """
@@ -42,6 +43,7 @@ from store.database import read, read_one, write
 from store.errors import DamagedArray, DamagedEvent, NotABeginning, UnknownCodec
 from store.schema import CanonicalJson
 from store.settled import Position, settled
+from store.tally import carry
 
 _BATCH = 1000
 """Most events of a transaction."""
@@ -113,6 +115,7 @@ def copy(source: Engine, target: Engine, *, progress: Progress | None = None) ->
             tell("copying", at)
         behind += high[part]
         tell("copying", 0)
+    carry(source, target)
     return Copied(events=added, present=present, position=until)
 
 

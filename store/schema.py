@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from sqlalchemy import (
     REAL,
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     Dialect,
@@ -80,7 +81,7 @@ _SMALL = SmallInteger().with_variant(Integer(), "sqlite")
 _REAL: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
 
 metadata = MetaData()
-"""What the tables have on both databases; `metadata_for` adds what each has its own way: keys and partitions."""
+"""The tables of events as both databases have them; `metadata_for` adds what each has its own way, and the tally."""
 
 rollout = Table(
     "rollout",
@@ -301,6 +302,17 @@ call_media = Table(
     sqlite_strict=True,
 )
 
+tally = Table(
+    "tally",
+    MetaData(),
+    Column("table_name", Text, nullable=False),
+    Column("low", _BIG, nullable=False),
+    Column("high", _BIG, nullable=False),
+    Column("dropped", Boolean().with_variant(Integer(), "sqlite"), nullable=False),
+    CheckConstraint("low > 0 and low <= high", name="tally_run"),
+    sqlite_strict=True,
+)
+"""Runs of sequences that were given to events, `low` to `high`; or left with a partition. It holds no events itself."""
 
 IDS = {
     "rollout": ("rollout_id",),
@@ -364,17 +376,23 @@ def metadata_for(dialect: str) -> MetaData:
             copy.append_constraint(
                 CheckConstraint(and_(*(func.length(each) == 16 for each in ids)), f"{table.name}_ids")
             )
+    counted = tally.to_metadata(copied)
+    if dialect == "sqlite":
+        Index("tally_order", counted.c.table_name, counted.c.low)
     return copied
 
 
 def guards(dialect: str) -> frozenset[str]:
     """Names of the triggers without which a database is not a log.
 
-    They refuse every change of an event, and on PostgreSQL announce which sequences may still appear.
+    They refuse every change of an event, tally what is appended, and on PostgreSQL announce which sequences may still
+    appear.
     """
-    sqlite, postgresql = ("no_update", "no_delete", "insert_once"), ("no_change", "no_truncate", "announced")
-    kinds = sqlite if dialect == "sqlite" else postgresql
+    sqlite, postgresql = ("no_update", "no_delete", "insert_once"), ("no_change", "no_truncate")
+    refuse = sqlite if dialect == "sqlite" else postgresql
+    kinds = (*refuse, "tallied", *(() if dialect == "sqlite" else ("announced",)))
     return frozenset(f"{table}_{kind}" for table in metadata.tables for kind in kinds) | {
+        *(f"tally_{kind}" for kind in refuse),
         "model_call_not_ended",
         "call_end_not_completed",
     }

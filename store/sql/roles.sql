@@ -21,7 +21,7 @@ grant select, insert on rollout, call_intent, model_call, call_end, rollout_outc
 -- name: trainer
 -- Whoever makes rows: it reads everything, and appends which rows it trained.
 grant select on
-  rollout, call_intent, model_call, call_end, rollout_outcome, trained_row, media_object, call_media
+  rollout, call_intent, model_call, call_end, rollout_outcome, trained_row, media_object, call_media, tally
 to {role};
 grant select on rollout_state, row_boundary, chain, row_token_count, declared_vs_found, drift to {role};
 grant insert on trained_row to {role};

@@ -91,6 +91,31 @@ def test_no_event_is_updated_or_deleted(database, chain_maker):
     assert contents(database) == before
 
 
+def test_the_tally_is_appended_to_alone(database, chain_maker):
+    filled(database, chain_maker)
+    with read(database) as connection:
+        before = [tuple(row) for row in connection.execute(select(schema.tally).order_by("table_name", "low"))]
+    assert {row[0] for row in before} == set(TABLES)
+    for statement in (
+        "update tally set low = low",
+        "update tally set high = high + 2",
+        "update tally set dropped = not dropped",
+        "update tally set table_name = 'other'",
+        "delete from tally",
+    ):
+        with pytest.raises(IntegrityError, match="tally is append-only"), write(database) as connection:
+            connection.execute(text(statement))
+    if database.dialect.name == "sqlite":
+        again = (
+            "insert or replace into tally (rowid, table_name, low, high, dropped) select rowid, 'x', 1, 1, 0 from tally"
+        )
+        refused(str(database.url.database), again, "tally is append-only")
+        refused(str(database.url.database), "update or replace tally set rowid = rowid + 1", "tally is append-only")
+    with read(database) as connection:
+        after = [tuple(row) for row in connection.execute(select(schema.tally).order_by("table_name", "low"))]
+    assert after == before
+
+
 def test_no_statement_that_replaces_rows_gets_past_the_guards_on_sqlite(sqlite_database, sqlite_file):
     before = contents(sqlite_database)
     for table in TABLES:

@@ -124,6 +124,8 @@ EVERYONE_MUST_NOT = [
     "drop trigger model_call_no_change on model_call",
     "create trigger mine before insert on model_call for each row execute function refuse_change()",
     "drop view rollout_state",
+    "insert into tally values ('model_call', 1, 1, false)",
+    "delete from tally",
     "update alembic_version set version_num = '0001'",
     "select make_partition('model_call', 'mine', null, null)",
     "select drop_partition('model_call', 'model_call_default')",

@@ -21,6 +21,7 @@ from types import MappingProxyType
 RULES: Mapping[str, str] = MappingProxyType(
     {
         "guard": "the triggers that refuse a change are there",
+        "tally": "each event that was appended is in the log or its archive, and each event there was appended once",
         "readable": "each event reads back as one",
         "digest": "each event gives the digest that it was stored with",
         "archive": "sealed files are those that were sealed, and an event that is logged too is the same in both",
@@ -53,7 +54,8 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "same_tokens": "roots whose prompt begins with all tokens of the nearest call: they may be false rewrites",
         "unexplained_links": "calls above which one is missing or cannot be read: nothing is derived from above",
         "writer_failures": "holes in a writer's count where calls of its worker failed",
-        "gaps": "tables with sequences that no event has: PostgreSQL leaves such by itself, SQLite for deleted events",
+        "gaps": "tables with sequences that were given to no event: rolled back, or deleted before revision 0005",
+        "archived": "events that were archived and left with their partition: name the archive with --archive",
         "media_not_checked": "media objects whose bytes were not looked for: name their place with --media",
         "media_not_captured": "calls with media that the log does not hold",
     }

@@ -23,15 +23,14 @@ from replay.sealing import verify
 from replay.selection import Selection
 from replay.source import Position as RowPosition
 from store import migrate, partitions, schema
-from store.columns import PLACES
 from store.database import read
 from store.errors import SchemaMismatch
 from store.media import MediaStore
 from store.settled import Position
-from turnlog.audit import chains, decisions, declared, events, source, suspects
+from turnlog.audit import chains, decisions, declared, events, source, suspects, tally
 from turnlog.audit import media as media_check
 from turnlog.audit.findings import Findings
-from turnlog.audit.source import PARTS, RolloutEvents
+from turnlog.audit.source import RolloutEvents
 from turnlog.audit.writers import Writers
 
 Progress = Callable[[int, int], None]
@@ -93,6 +92,7 @@ def audit(
     if sealed is not None:
         _archive(sealed, findings)
     at = source.position_of(database, position)
+    tally.check(database, at, sealed, findings)
     listed = source.rollouts(database, at, sealed)
     total = sum(each.tokens for each in listed)
     counts: Counter[str] = Counter()
@@ -118,9 +118,6 @@ def audit(
             if progress is not None:
                 progress(done, total)
     writers.check(findings)
-    for place in PLACES:
-        if "rollout_id" in place.table.c and (gap := getattr(at, PARTS[place.table.name]) - counts[place.kind]) > 0:
-            findings.note("gaps", f"{gap} of {place.table.name}")
     return Audited(
         position=at,
         findings=findings,
