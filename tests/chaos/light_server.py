@@ -107,6 +107,8 @@ class Nursery:
         renderer._executor.replace_inner()
         self._engine = LightEngine(config, renderer)
         self._app = asyncio.run(self._build(self._engine))
+        for thread in {*threading.enumerate()} - {threading.main_thread()}:
+            thread.join(timeout=BIND_SECONDS)  # those of the rehearsal, which have been told to end
         assert threading.active_count() == 1, f"no thread lives on in a fork: {threading.enumerate()}"
         gc.collect()
         gc.freeze()  # what is here already is looked at no more in any server
