@@ -1,5 +1,5 @@
--- The views of auditors in DuckDB, over the tables of log and archive together; columns and meaning are those of revision
--- 0004, which has them for SQLite and PostgreSQL. Arrays are not among the tables.
+-- The views of auditors in DuckDB, over the tables of log and archive together; columns and meaning are those of revisions
+-- 0004 and 0006, which have them for SQLite and PostgreSQL. Arrays are not among the tables.
 
 -- name: view_rollout_state
 -- One line a rollout that was opened.
