@@ -25,7 +25,7 @@ from store import schema
 PAGE = 50
 WINDOW = 2000
 """Sequences that one statement of a search looks at."""
-SECONDS = 0.4
+SECONDS = 0.3
 """After this long a search shows what it has."""
 STRIP = 80
 """Calls of a rollout that the list draws."""
@@ -217,7 +217,7 @@ def _conditions(filters: Filters) -> list[ColumnElement[bool]]:
         asked.append(_latest("reward") <= filters.reward_max)
     if filters.reason is not None:
         call = schema.model_call
-        asked.append(_any(call, call.c.decision == "root", call.c.reason == filters.reason))
+        asked.append(_any_of_many(call, call.c.decision == "root", call.c.reason == filters.reason))
     if filters.state is not None:
         asked.append(_in_state(filters.state))
     return asked
@@ -228,12 +228,18 @@ def _in_state(state: State) -> ColumnElement[bool]:
         scored = _any(schema.rollout_outcome)
         return scored if state == "scored" else not_(scored)
     if state == "pending":
-        return _any(schema.call_intent, *_UNENDED)
+        return _any_of_many(schema.call_intent, *_UNENDED)
     return _any(schema.call_end, schema.call_end.c.state == state)
 
 
 def _any(table: Table, *conditions: ColumnElement[bool]) -> ColumnElement[bool]:
     return exists().where(table.c.rollout_id == _R.c.rollout_id, *conditions).correlate(_R)
+
+
+def _any_of_many(table: Table, *conditions: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The same of a table that is as long as the log: PostgreSQL may make a join of `exists`, and read all of it."""
+    mine = select(table.c.sequence).where(table.c.rollout_id == _R.c.rollout_id, *conditions)
+    return mine.limit(1).correlate(_R).scalar_subquery().is_not(None)
 
 
 def _latest(column: str) -> Any:
