@@ -7,7 +7,8 @@ machine can do at best and against the earlier design.
 Each reading is a process of its own (peak memory is its own), the variants of one question take turns, and medians are
 kept. Rows come out the same way each time: tokens, mask and log-probabilities end to end, 9 bytes a token.
 
-- *turnlog* selects, walks, checks links and lengths, decodes, derives every chain hash again and gives `Row`s.
+- *turnlog* selects, walks, checks links and lengths, decodes, derives every chain hash again and gives `Row`s; *side by
+  side* is the same with a pool of one process a core, started before.
 - *joined* is the fastest way that `notes` found for the source, with nothing checked: ordered by (root, depth) in the
   database, decoded, joined. Its rows are the same where no chain branches.
 - *exported* reads the rows that `turnlog rows --out` wrote, zstd-compressed Parquet in chain order.
@@ -42,6 +43,7 @@ from synthetic_log import Shape, fill_both, fill_sqlite
 from replay import walk
 from replay.export import stream_parquet
 from replay.piece import Flags, Piece
+from replay.pool import Pool
 from replay.rowset import build, outlined, stream
 from replay.selection import Selection
 from store import codec, migrate
@@ -109,7 +111,7 @@ def measure(name: str, shape: Shape, file: Path, urls: dict[str, str], repeats: 
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(repeats):
         for dialect, url in urls.items():
-            for variant in ("turnlog", "joined", "outline", "batch"):
+            for variant in ("turnlog", "side by side", "joined", "outline", "batch", "batch, side by side"):
                 found.setdefault(f"{dialect} {variant}", []).append(run(variant, url, str(file)))
         for variant in ("exported", "copied", "read"):
             found.setdefault(variant, []).append(run(variant, urls["sqlite"], str(file)))
@@ -137,6 +139,8 @@ def child(variant: str, url: str, other: str) -> None:
     database = open_database(url)
     reading: Callable[[Engine, str], dict[str, float]] = {
         "turnlog": by_turnlog,
+        "side by side": by_processes,
+        "batch, side by side": batch_by_processes,
         "joined": joined_sqlite if database.dialect.name == "sqlite" else joined_postgres,
         "outline": by_outline,
         "batch": random_batch,
@@ -145,12 +149,14 @@ def child(variant: str, url: str, other: str) -> None:
         "read": read_file,
         "prompts": full_prompts,
     }[variant]
-    cpu = time.process_time()
+    cpu = sum(os.times()[:4])
     found = reading(database, other)
-    cpu = time.process_time() - cpu
-    # Not getrusage's, which begins with what the process held that started this one.
-    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024
-    print(json.dumps({**found, "cpu_s": cpu, "peak_mb": peak}))
+    print(json.dumps({**found, "cpu_s": sum(os.times()[:4]) - cpu, "peak_mb": peak_of("self")}))
+
+
+def peak_of(process: str) -> float:
+    """Most memory that a process held, in MB; not getrusage's, which begins with what its parent held."""
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[0]) / 1024
 
 
 def rates(seconds: float, rows: int, tokens: int, trained: int) -> dict[str, float]:
@@ -163,11 +169,27 @@ def rates(seconds: float, rows: int, tokens: int, trained: int) -> dict[str, flo
     }
 
 
-def by_turnlog(database: Engine, _: str) -> dict[str, float]:
+def by_processes(database: Engine, _: str) -> dict[str, float]:
+    """The same by a process a core; and the peak memory of the largest of these."""
+    with Pool(os.cpu_count() or 1) as pool:
+        pool.ready()
+        found = by_turnlog(database, "", pool)
+        others = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {**found, "others_peak_mb": max(map(peak_of, others))}
+
+
+def batch_by_processes(database: Engine, _: str) -> dict[str, float]:
+    """`random_batch` by a process a core."""
+    with Pool(os.cpu_count() or 1) as pool:
+        pool.ready()
+        return random_batch(database, "", pool)
+
+
+def by_turnlog(database: Engine, _: str, pool: Pool | None = None) -> dict[str, float]:
     """All rows of the log, verified, a part at a time."""
     began = time.perf_counter()
     rows = tokens = trained = 0
-    for part in stream(database):
+    for part in stream(database, pool=pool):
         for row in part.rows:
             rows += 1
             tokens += row.length
@@ -208,17 +230,17 @@ def exported(_: Engine, other: str) -> dict[str, float]:
     return rates(time.perf_counter() - began, rows, tokens, trained)
 
 
-def random_batch(database: Engine, _: str) -> dict[str, float]:
+def random_batch(database: Engine, _: str, pool: Pool | None = None) -> dict[str, float]:
     """The rows of 500 rollouts drawn at random, the log's files warm."""
     with read(database) as connection:
         names = [name for (name,) in connection.execute(text("select rollout_id from rollout"))]
     dice = np.random.default_rng(0)
     drawn = [sorted(dice.choice(names, min(BATCH, len(names)), replace=False).tolist()) for _ in range(4)]
-    build(database, rollouts=drawn[0])
+    build(database, rollouts=drawn[0], pool=pool)
     spent: list[float] = []
     for each in drawn[1:]:
         began = time.perf_counter()
-        found = build(database, rollouts=each)
+        found = build(database, rollouts=each, pool=pool)
         spent.append(time.perf_counter() - began)
     tokens = sum(row.length for row in found.rows)
     return rates(statistics.median(spent), len(found.rows), tokens, sum(row.trained for row in found.rows))

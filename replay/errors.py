@@ -18,6 +18,7 @@
     ├── ArchiveDamaged      a file of an archive is missing, or not the one that was sealed
     ├── SealTaken           another run sealed at the same time
     ├── OtherLog            an archive holds the events of another log
+    ├── WorkerLost          a process that made rows ended
     ├── NotArchived         what would be dropped from a log is not whole in its archive
     ├── PlanMismatch        rows and plan, or rows and advantages, do not belong together
     ├── NothingToTrain      a training step without one trained token
@@ -202,6 +203,17 @@ class OtherLog(ReplayError):
         super().__init__(
             f"{table} {sequence} of the log is another event in archive {url!r}: an archive belongs to one log and its "
             "copies, so name another place"
+        )
+
+
+class WorkerLost(ReplayError):
+    """A process of a pool ended while it was at work."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        super().__init__(
+            f"a process that made rows ended with code {code}: if the system ended it for want of memory (code -9), "
+            "use fewer processes"
         )
 
 

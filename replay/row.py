@@ -15,8 +15,9 @@ A call shared with an earlier row keeps its log-probabilities and versions here 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from uuid import UUID
 
 import numpy as np
@@ -27,6 +28,7 @@ from pydantic import JsonValue
 from replay.chain import Chains
 from replay.fill import Filled
 from replay.media import MediaHandle
+from replay.piece import Rollout
 from store import hashing
 
 
@@ -104,32 +106,69 @@ def row_ids(chains: Chains) -> list[str]:
     ]
 
 
-def rows(filled: Filled) -> Iterator[Row]:
-    """The rows one by one, as views."""
-    chains = filled.chains
-    piece = chains.piece
-    for array in (filled.token_ids, filled.loss_mask, filled.logprobs):
-        array.flags.writeable = False
-    calls = b"".join(piece.column("call_id").take(pa.array(chains.call)).to_pylist())
-    numbers = piece.number[chains.call].tolist()
-    spans, edges = _spans(chains)
-    starts, offset = chains.start.tolist(), filled.offset.tolist()
-    for at, (row_id, place) in enumerate(zip(row_ids(chains), chains.rollout.tolist(), strict=True)):
-        rollout = piece.rollouts[place]
-        here, lines = slice(offset[at], offset[at + 1]), slice(starts[at], starts[at + 1])
-        yield Row(
-            row_id=row_id,
-            rollout_id=rollout.rollout_id,
-            group_id=rollout.group_id,
-            reward=rollout.reward,
-            calls=calls[16 * lines.start : 16 * lines.stop],
-            call_numbers=tuple(numbers[lines]),
-            token_ids=filled.token_ids[here],
-            loss_mask=filled.loss_mask[here],
-            logprobs=filled.logprobs[here],
-            version_spans=spans[edges[at] : edges[at + 1]],
-            media=() if piece.media is None else piece.media.handles(chains.call[lines].tolist()),
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Rows end to end, in the few large arrays in which they are made and go from one process to another."""
+
+    row_ids: list[str]  # [R]
+    rollout: list[int]
+    """[R] places of their rollouts."""
+    starts: list[int]
+    """[R + 1] row r has the calls from start r to start r + 1."""
+    calls: bytes
+    numbers: list[int]
+    offset: list[int]
+    """[R + 1] row r has the tokens from offset r to offset r + 1."""
+    token_ids: npt.NDArray[np.int32]  # [T]
+    loss_mask: npt.NDArray[np.bool_]  # [T]
+    logprobs: npt.NDArray[np.float32]  # [T]
+    spans: npt.NDArray[np.int64]  # [S, 3] in each row's own places
+    edges: list[int]
+    """[R + 1] row r has the spans from edge r to edge r + 1."""
+    media: list[tuple[MediaHandle, ...]] | None  # [R]
+
+    @classmethod
+    def of(cls, filled: Filled) -> Block:
+        """The rows of filled chains."""
+        chains, piece = filled.chains, filled.chains.piece
+        spans, edges = _spans(chains)
+        starts = chains.start.tolist()
+        lines = [chains.call[low:high].tolist() for low, high in pairwise(starts)] if piece.media is not None else []
+        return cls(
+            row_ids=row_ids(chains),
+            rollout=chains.rollout.tolist(),
+            starts=starts,
+            calls=b"".join(piece.column("call_id").take(pa.array(chains.call)).to_pylist()),
+            numbers=piece.number[chains.call].tolist(),
+            offset=filled.offset.tolist(),
+            token_ids=filled.token_ids,
+            loss_mask=filled.loss_mask,
+            logprobs=filled.logprobs,
+            spans=spans,
+            edges=edges,
+            media=None if piece.media is None else [piece.media.handles(calls) for calls in lines],
         )
+
+    def rows(self, rollouts: Sequence[Rollout]) -> Iterator[Row]:
+        """The rows one by one, as views; of these rollouts."""
+        for array in (self.token_ids, self.loss_mask, self.logprobs):
+            array.flags.writeable = False
+        for at, (row_id, place) in enumerate(zip(self.row_ids, self.rollout, strict=True)):
+            rollout = rollouts[place]
+            here, lines = slice(self.offset[at], self.offset[at + 1]), slice(self.starts[at], self.starts[at + 1])
+            yield Row(
+                row_id=row_id,
+                rollout_id=rollout.rollout_id,
+                group_id=rollout.group_id,
+                reward=rollout.reward,
+                calls=self.calls[16 * lines.start : 16 * lines.stop],
+                call_numbers=tuple(self.numbers[lines]),
+                token_ids=self.token_ids[here],
+                loss_mask=self.loss_mask[here],
+                logprobs=self.logprobs[here],
+                version_spans=self.spans[self.edges[at] : self.edges[at + 1]],
+                media=() if self.media is None else self.media[at],
+            )
 
 
 def _spans(chains: Chains) -> tuple[npt.NDArray[np.int64], list[int]]:

@@ -1,8 +1,8 @@
-"""The rows of a log: the shell that reads it, selects, walks, checks and fills.
+"""The rows of a log: the shell that opens it, cuts it into parts and has rows made of each.
 
-Knows the order of these steps; each of their rules lives in its own module.
+Knows which parts there are and who makes them; how, `replay.making` knows.
 Law: the rows are a pure function of (position, selection, which rollouts were asked for); how much is held in memory at
-once changes nothing.
+once, and how many processes make them, changes nothing.
 
     found = build(open_database("sqlite:///turnlog.db"))
     for row in found.rows:
@@ -13,28 +13,27 @@ once changes nothing.
 
     for part in stream(database, selection):
         for row in part.rows: ...
+
+A `Pool` lets several processes make them: `with Pool(4) as pool: stream(database, pool=pool)`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
-import duckdb
 import pyarrow as pa
 from sqlalchemy import Engine
 
-from replay import chain, fill, row, source, walk
-from replay.advantage import Score
-from replay.chain import Chains, Refusal, Refusals
+from replay import row, source
+from replay.making import Counts, Made, Request, make, make_apart
 from replay.media import MediaSource
-from replay.outline import outline
-from replay.piece import Piece
-from replay.reader import Reader, open_reader
-from replay.row import Row
-from replay.selection import Selected, Selection, select
+from replay.pool import AHEAD, Pool
+from replay.reader import open_reader
+from replay.row import Block, Row
+from replay.selection import Selection
 from replay.source import Contents, Position
 
 Progress = Callable[[int, int], None]
@@ -51,20 +50,7 @@ class _Asked(TypedDict):
     position: Position | None
     archive: str | None
     media: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What a log, or a part of it, gives under a selection besides rows."""
-
-    refusals: Refusals
-    """Rollouts that give no rows because something does not hold, each with its reason."""
-    left_out: Mapping[str, int]
-    """Completed calls that the selection does not count, by reason."""
-    scores: tuple[Score, ...]
-    """Of every rollout that has an outcome, whether it gave rows or not."""
-    rollouts: int
-    """How many were read."""
+    pool: Pool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +95,13 @@ def build(
     archive: str | None = None,
     media: str | None = None,
     progress: Progress | None = None,
+    pool: Pool | None = None,
 ) -> RowSet:
     """Build all rows of the log, or of some rollouts of it; arguments and errors are those of `stream`."""
     selection = selection or Selection()
-    asked: _Asked = {"rollouts": rollouts, "position": position, "archive": archive, "media": media}
+    asked: _Asked = {"rollouts": rollouts, "position": position, "archive": archive, "media": media, "pool": pool}
     parts = [*stream(database, selection, progress=progress, **asked)]
-    total = _total([part.counts for part in parts if part.counts is not None])
+    total = Counts.total([part.counts for part in parts if part.counts is not None])
     return RowSet(
         rows=tuple(row for part in parts for row in part.rows),
         refusals=total.refusals,
@@ -136,6 +123,7 @@ def stream(
     media: str | None = None,
     progress: Progress | None = None,
     tokens: int = _TOKENS_AT_ONCE,
+    pool: Pool | None = None,
 ) -> Iterator[Part]:
     """The rows of the log in their order, in parts of about so many tokens; the last part has counts and no rows.
 
@@ -147,24 +135,22 @@ def stream(
         archive: read with the log as one, see `replay.reader.open_reader`.
         media: where images and other media lie; None for where the log's servers put them, `store.media.open_media`.
         progress: called after each part that has counts.
-        tokens: held at once; one rollout is never cut.
+        tokens: held at once, by each process that makes rows; one rollout is never cut.
+        pool: processes that make the rows side by side; None for this one alone. The rows are the same.
 
-    Raises UnknownRollout, PositionAhead, and what reading the log raises.
+    Raises UnknownRollout, PositionAhead, and what reading the log raises; WorkerLost when a process of the pool ended.
     """
-    held = MediaSource(database.url.render_as_string(hide_password=False), media)
-    with open_reader(database, archive) as reader:
-        position = _position(reader, position)
-        found = source.contents(reader, position, rollouts)
+    asked: _Asked = {"rollouts": rollouts, "position": position, "archive": archive, "media": media, "pool": pool}
+    with _making(database, selection or Selection(), tokens=tokens, **asked) as (position, total, made):
         done = 0
-        for piece, selected, chains, refused in _chains(reader, found, position, selection or Selection()):
-            for each in fill.cut(chains, tokens=tokens):
-                filled = fill.fill(each, source.payloads(reader, fill.sequences(each)), held)
-                refused += filled.refused
-                yield Part(rows=tuple(row.rows(filled)), counts=None, position=position)
-            yield Part(rows=(), counts=_counts(piece, selected, refused), position=position)
-            done += len(piece.rollouts)
-            if progress is not None:
-                progress(done, len(found.rollouts))
+        for part, each in made:
+            if isinstance(each, Block):
+                yield Part(rows=tuple(each.rows(part.rollouts)), counts=None, position=position)
+            elif isinstance(each, Counts):
+                yield Part(rows=(), counts=each, position=position)
+                done += each.rollouts
+                if progress is not None:
+                    progress(done, total)
 
 
 def outlined(
@@ -175,72 +161,84 @@ def outlined(
     position: Position | None = None,
     archive: str | None = None,
     progress: Progress | None = None,
+    pool: Pool | None = None,
 ) -> Outline:
     """What `stream` would give, without reading a token; arguments and errors are its own."""
     selection = selection or Selection()
     kept: list[pa.Table] = []
     counted: list[Counts] = []
-    with open_reader(database, archive) as reader:
-        position = _position(reader, position)
-        found = source.contents(reader, position, rollouts)
-        for piece, selected, chains, refused in _chains(reader, found, position, selection):
-            kept.append(outline([chains]))
-            counted.append(_counts(piece, selected, refused))
-            if progress is not None:
-                progress(sum(each.rollouts for each in counted), len(found.rollouts))
-    total = _total(counted)
+    asked: _Asked = {"rollouts": rollouts, "position": position, "archive": archive, "media": None, "pool": pool}
+    with _making(database, selection, tokens=None, **asked) as (position, total, made):
+        for _, each in made:
+            if isinstance(each, pa.Table):
+                kept.append(each)
+            elif isinstance(each, Counts):
+                counted.append(each)
+                if progress is not None:
+                    progress(sum(one.rollouts for one in counted), total)
+    counts = Counts.total(counted)
     return Outline(
-        table=pa.concat_tables(kept) if kept else outline([]),
-        refusals=total.refusals,
-        left_out=total.left_out,
-        scores=total.scores,
-        rollouts=total.rollouts,
+        table=pa.concat_tables(kept),
+        refusals=counts.refusals,
+        left_out=counts.left_out,
+        scores=counts.scores,
+        rollouts=counts.rollouts,
         position=position,
         selection=selection,
     )
 
 
-def _position(reader: Reader, position: Position | None) -> Position:
-    if position is None:
-        return source.reached(reader)
-    source.require_reached(reader, position)
-    return position
+@contextmanager
+def _making(
+    database: Engine,
+    selection: Selection,
+    *,
+    rollouts: Sequence[str] | None,
+    position: Position | None,
+    archive: str | None,
+    media: str | None,
+    pool: Pool | None,
+    tokens: int | None,
+) -> Generator[tuple[Position, int, Iterator[tuple[Contents, Made]]]]:
+    """The position, how many rollouts there are, and what is made of them part by part; each part ends with counts."""
+    url = database.url.render_as_string(hide_password=False)
+    with open_reader(database, archive) as reader:
+        if position is None:
+            position = source.reached(reader)
+        else:
+            source.require_reached(reader, position)
+        found = source.contents(reader, position, rollouts)
+        at_once = _CALLS_AT_ONCE
+        if pool is not None:
+            share = -(-int(found.calls.sum()) // pool.processes)
+            if tokens is not None:  # a part that is one block keeps no process waiting for the turn of its next one
+                tokens //= 1 + AHEAD
+                share = min(share, tokens // source.tokens_a_call(reader))
+            at_once = max(1, min(at_once, share))
+        request = Request(
+            url=url,
+            archive=archive,
+            media=MediaSource(url, media),
+            position=position,
+            selection=selection,
+            parts=found.cut(calls=at_once),
+            tokens=tokens,
+        )
+        if pool is None:
+            making: Sequence[Iterator[Made]] = [make(reader, request)]
+        else:
+            request = replace(request, snapshot=reader.snapshot)
+            shares = (replace(request, parts=request.parts[at :: pool.processes]) for at in range(pool.processes))
+            making = pool.run(make_apart, [(share,) for share in shares])
+        yield position, len(found.rollouts), _in_turns(request.parts, making)
 
 
-def _chains(
-    reader: Reader, found: Contents, position: Position, selection: Selection
-) -> Iterator[tuple[Piece, Selected, Chains, list[Refusal]]]:
-    """Each piece of the log, what is selected of it, its checked chains and the rollouts refused so far."""
-    answers = selection.reads_answers
-    with duckdb.connect(":memory:") as engine:
-        for piece in source.pieces(reader, found, position, calls=_CALLS_AT_ONCE, answers=answers):
-            selected = select(selection, piece)
-            chains, refused = chain.check(piece, selected.counts, walk.paths(piece, selected.counts, engine))
-            for place, answer in selected.not_selectable.items():
-                rollout_id = piece.rollouts[place].rollout_id
-                detail = f"rollout {rollout_id}: {answer.detail}"
-                refused.append(Refusal(rollout_id=rollout_id, call_id=None, reason=answer.reason, detail=detail))
-            yield piece, selected, chains, refused
-
-
-def _counts(piece: Piece, selected: Selected, refused: Sequence[Refusal]) -> Counts:
-    place = {rollout.rollout_id: place for place, rollout in enumerate(piece.rollouts)}
-    return Counts(
-        refusals=Refusals(tuple(sorted(refused, key=lambda refusal: place[refusal.rollout_id]))),
-        left_out=selected.left_out,
-        scores=tuple(
-            Score(rollout_id=each.rollout_id, group_id=each.group_id, reward=each.reward)
-            for each in piece.rollouts
-            if each.reward is not None
-        ),
-        rollouts=len(piece.rollouts),
-    )
-
-
-def _total(parts: Sequence[Counts]) -> Counts:
-    return Counts(
-        refusals=Refusals(tuple(refusal for part in parts for refusal in part.refusals.rollouts)),
-        left_out=sum((Counter(part.left_out) for part in parts), Counter[str]()),
-        scores=tuple(score for part in parts for score in part.scores),
-        rollouts=sum(part.rollouts for part in parts),
-    )
+def _in_turns(parts: Sequence[Contents], making: Sequence[Iterator[Made]]) -> Iterator[tuple[Contents, Made]]:
+    """What is made of each part, in their order; they were dealt in turns."""
+    for number, part in enumerate(parts):
+        for each in making[number % len(making)]:
+            yield part, each
+            if isinstance(each, Counts):
+                break
+    for each in making:
+        next(each, None)  # its end

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -107,6 +108,21 @@ class Contents:
         """[rollouts] about how many completed calls each has."""
         return np.maximum(self.logged, self.sealed)
 
+    def cut(self, *, calls: int) -> list[Contents]:
+        """In parts of about so many calls, each with its rollouts whole; at least one part."""
+        begun = np.cumsum(self.calls) - self.calls
+        edges = [0, *(np.flatnonzero(np.diff(begun // calls)) + 1).tolist(), len(self.rollouts)]
+        return [
+            Contents(
+                rollouts=self.rollouts[start:end],
+                logged=self.logged[start:end],
+                sealed=self.sealed[start:end],
+                low=self.low[start:end],
+                high=self.high[start:end],
+            )
+            for start, end in pairwise(edges)
+        ]
+
 
 def contents(reader: Reader, position: Position, only: Sequence[str] | None = None) -> Contents:
     """The rollouts of the log as of the position.
@@ -170,18 +186,18 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
     )
 
 
-def pieces(
-    reader: Reader, found: Contents, position: Position, *, calls: int, answers: bool = False
-) -> Iterator[Piece]:
-    """The rollouts with their completed calls, in pieces of about so many calls; with what these answered, if asked."""
-    begun = np.cumsum(found.calls) - found.calls
-    ends = np.flatnonzero(np.diff(begun // calls)) + 1
-    for part in np.split(np.arange(len(found.rollouts)), ends):
-        wanted = part[found.calls[part] > 0]
-        narrow = _calls(reader, found, wanted, position, "calls", CALLS)
-        told = _calls(reader, found, wanted, position, "answers", ANSWERS) if answers else None
-        shown = _media(reader, narrow)
-        yield Piece.of([found.rollouts[place] for place in part], narrow, told, shown)
+def tokens_a_call(reader: Reader) -> int:
+    """About how many tokens a call adds: a mean of the newest ones, at least 1."""
+    lengths = reader.table("newest_lengths", pa.schema({"tokens": pa.int64()}))["tokens"]
+    return max(1, int(pc.mean(lengths).as_py() or 0))
+
+
+def piece(reader: Reader, found: Contents, position: Position, *, answers: bool = False) -> Piece:
+    """The rollouts with their completed calls; with what these answered, if asked."""
+    wanted = np.flatnonzero(found.calls)
+    narrow = _calls(reader, found, wanted, position, "calls", CALLS)
+    told = _calls(reader, found, wanted, position, "answers", ANSWERS) if answers else None
+    return Piece.of(found.rollouts, narrow, told, _media(reader, narrow))
 
 
 def _media(reader: Reader, calls: pa.Table) -> pa.Table | None:

@@ -29,9 +29,11 @@ from turnlog.console import (
     AsOf,
     Db,
     ExcludeRole,
+    Processes,
     Rule,
     notes,
     opened,
+    pool_of,
     print_json,
     progress_bar,
     table_of,
@@ -308,6 +310,7 @@ def rows(
     exclude_role: ExcludeRole = None,
     as_of: AsOf = None,
     archive: Archived = None,
+    processes: Processes = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -326,7 +329,7 @@ def rows(
         raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
     consume = writer(form, out)
-    with opened(url) as database, progress_bar("Building rows") as progress:
+    with opened(url) as database, pool_of(processes, database) as pool, progress_bar("Building rows") as progress:
         parts = stream(
             database,
             selection,
@@ -334,6 +337,7 @@ def rows(
             position=None if as_of is None else Position.parse(as_of),
             archive=archive,
             progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
+            pool=pool,
         )
         found = consume(parts, selection)
         with read(database) as connection:

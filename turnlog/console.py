@@ -6,9 +6,10 @@ Knows the terminal; does not know any command. Law: results go to stdout, all el
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import JsonValue
@@ -17,6 +18,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sqlalchemy import Engine
+
+if TYPE_CHECKING:
+    from replay.pool import Pool
 
 Db = Annotated[
     str | None,
@@ -36,7 +40,15 @@ Archived = Annotated[
         "--archive", metavar="URL", help="Read with the log as one. Default: $TURNLOG_ARCHIVE; empty for the log alone."
     ),
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Read with so many processes side by side. Default: one a core for a log that is large."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
+
+
+_LARGE = 50_000
+"""Calls that one process reads in two seconds; to start others takes it about one."""
 
 
 @contextmanager
@@ -51,6 +63,29 @@ def opened(url: str | None) -> Generator[Engine]:
         yield database
     finally:
         database.dispose()
+
+
+@contextmanager
+def pool_of(asked: int | None, database: Engine) -> Generator[Pool | None]:
+    """As many processes as asked for; if nothing was, one a core for a log that takes longer than to start them."""
+    from replay.pool import Pool
+    from store.database import read_one
+    from store.settled import settled
+
+    if asked is None:
+        with read_one(database) as connection:
+            asked = _cores() if settled(connection).calls >= _LARGE else 1
+    if asked == 1:
+        yield None
+        return
+    with Pool(asked) as pool:
+        yield pool
+
+
+def _cores() -> int:
+    """Cores that this process may use, at most eight: the rest is the trainer's."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(here, 8)
 
 
 def shown(database: Engine) -> str:

@@ -14,7 +14,19 @@ import typer
 from pydantic import JsonValue
 from rich.console import Console
 
-from turnlog.console import Archived, AsJson, AsOf, Db, ExcludeRole, Rule, opened, print_json, progress_bar
+from turnlog.console import (
+    Archived,
+    AsJson,
+    AsOf,
+    Db,
+    ExcludeRole,
+    Processes,
+    Rule,
+    opened,
+    pool_of,
+    print_json,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from replay.objective import CorrectionKind
@@ -49,6 +61,7 @@ def replay_history(
     exclude_role: ExcludeRole = None,
     as_of: AsOf = None,
     archive: Archived = None,
+    processes: Processes = None,
     url: Db = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +87,7 @@ def replay_history(
     wanted = policy_of(policy)
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
     position = None if as_of is None else Position.parse(as_of)
-    with opened(url) as database, progress_bar("Reading the log") as progress:
+    with opened(url) as database, pool_of(processes, database) as pool, progress_bar("Reading the log") as progress:
         (task,) = progress.task_ids
         found = outlined(
             database,
@@ -82,6 +95,7 @@ def replay_history(
             position=position,
             archive=archive,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
+            pool=pool,
         )
         asked = Run(
             name=run,

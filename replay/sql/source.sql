@@ -34,6 +34,13 @@ select
 from rollout_outcome
 where sequence <= :outcomes
 
+-- name: newest_lengths
+-- How many tokens each of the newest calls adds to its parent's chain.
+select prompt_len - prev_len + sampled_len as tokens
+from model_call
+order by sequence desc
+limit 200
+
 -- name: calls_between
 -- The narrow columns of completed calls, all that lie between two sequences.
 select
