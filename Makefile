@@ -20,7 +20,8 @@ check: $(READY)
 	$(RUN)/pyright
 	$(RUN)/lint-imports
 
-# Kills servers, engines and databases under working agents, then proves the log; bounded to 15 minutes. SEED=n repeats one.
+# Kills servers, engines and databases under working agents 300 times, then proves the log; 15 minutes at most.
+# SEED=n repeats one.
 chaos: $(READY)
 	$(RUN)/python -m tests.chaos.run $(if $(SEED),--seed $(SEED))
 
