@@ -20,6 +20,7 @@ from store.errors import NotOwner, UnknownRole
 from store.events import CallAdmitted, CallEnded, RolloutOpened, RolloutScored, RowTrained, uuid7
 from store.exclusive import exclusively
 from store.roles import Roles
+from store.tally import compared
 from turnlog.errors import BadSql
 from turnlog.sql import ask
 
@@ -182,6 +183,11 @@ def test_a_trainer_reads_everything_and_appends_what_it_trained(logins, chain_ma
     with read(database) as connection:
         assert connection.scalar(text("select calls from rollout_state")) == 3
         assert connection.scalar(text("select count(*) from row_boundary")) == 1
+        for table in (schema.trained_row, schema.model_call):  # what a role appends is tallied without a right to it
+            found = compared(connection, table)
+            assert found.named
+            assert not found.missing
+            assert not found.unnamed
     database.dispose()
     inserts = [
         f"insert into {table} (digest) values ('')"

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from sqlalchemy import Connection, Engine, Table, make_url, select, text
 from typer.testing import CliRunner
 
 from replay.archive import open_archive
+from replay.dropping import drop_archived
 from replay.errors import ArchiveDamaged, PositionAhead
 from replay.sealing import seal
-from store import codec, copy, hashing, log, migrate, schema
+from store import codec, copy, hashing, log, migrate, partitions, schema
 from store.columns import PLACES, event_of, row_of
 from store.database import open_database, read, write
 from store.events import (
@@ -36,6 +38,7 @@ from store.events import (
     token_bytes,
     uuid7,
 )
+from store.exclusive import exclusively
 from store.lineage import chain_tokens
 from store.media import open_media
 from store.settled import Position
@@ -323,7 +326,7 @@ def keep_some(database: Engine, url: str) -> None:
     call = next(event for event in events if isinstance(event, CallCompleted))
     intent = next(event for event in events if isinstance(event, CallAdmitted))
     for number in range(3):
-        failed = intent.model_copy(update={"call_id": uuid7(1, bytes([number] * 10))})
+        failed = intent.model_copy(update={"call_id": UUID(int=intent.call_id.int ^ (number + 1))})
         sha256 = bytes([number] * 32)
         events += [
             failed,
@@ -386,18 +389,31 @@ def test_guards_that_are_gone_are_named(played: Engine) -> None:
     assert {each.rule for each in found.findings.shown} == {"guard"}
 
 
-def test_a_deleted_call_in_the_middle_leaves_a_hole_in_its_writers_count(played: Engine) -> None:
-    with write(played) as connection:
-        unguarded(connection)
-        (call,) = [
-            each
-            for rollout in log.rollouts(connection)
-            for each in log.calls(connection, rollout.rollout_id)
-            if each.writer_seq == 100
-        ]
-        without_call(connection, call)
-    found = audit(played)
-    assert any("no count 100" in each for each in differences(found))
+def test_a_call_that_was_counted_and_never_came_leaves_a_hole_in_its_writers_count(
+    database: Engine, chain_maker: Any
+) -> None:
+    calls = [chain_maker([(4, 2)], rollout_id=rollout_id)[0] for rollout_id in "abc"]
+    with write(database) as connection:
+        log.append(connection, [calls[0], calls[2]])
+    assert any("no count 1" in each for each in differences(audit(database)))
+    failing = CallAdmitted(
+        call_id=calls[1].call_id,
+        rollout_id="b",
+        decision="root",
+        reason="first_call",
+        parent_id=None,
+        worker="w",
+        at=0,
+    )
+    with write(database) as connection:
+        others = [failing.model_copy(update={"call_id": call.call_id, "rollout_id": call.rollout_id}) for call in calls]
+        log.append(connection, others)
+    assert not any("no count" in each for each in differences(audit(database))), "it may still come"
+    with write(database) as connection:
+        log.append(connection, [CallEnded(call_id=failing.call_id, rollout_id="b", state="failed", reason="x", at=1)])
+    found = audit(database)
+    assert not any("no count" in each for each in differences(found)), "it failed"
+    assert found.findings.notes["writer_failures"] == 1
 
 
 def test_a_repeated_count_is_named(database: Engine, chain_maker: Any) -> None:
@@ -602,6 +618,40 @@ def test_log_and_archive_are_audited_as_one(copies: Copies, tmp_path: Path) -> N
         file.write_bytes(data)
         with pytest.raises(ArchiveDamaged, match=r"holds other bytes than were sealed|cannot be read"):
             audit(database, archive=str(tmp_path / "archive"))
+
+
+@pytest.mark.postgres
+def test_what_left_with_its_partition_is_looked_for_in_the_archive(copies: Copies, tmp_path: Path) -> None:
+    url = str(tmp_path / "archive")
+    with copies("small", "postgres") as database:
+        seal(database, open_archive(url, new=True), before=2**62, name="a")
+        with read(database) as connection:
+            period = partitions.time_of(log.calls(connection, KEPT[0])[0].call_id)
+        with exclusively(database) as connection:
+            assert not partitions.make(connection, partitions.wanted(period, "month", 0), adopt=True)
+            name = next(
+                each.name
+                for each in partitions.listed(connection)
+                if each.table == "model_call"
+                and each.low is not None
+                and connection.scalar(text(f"select count(*) from {each.name}"))
+            )
+            dropped = drop_archived(connection, open_archive(url), name)
+            connection.commit()
+        assert dropped.events > 50
+        both = audit(database, archive=url)
+        assert rules_of(both) == set()
+        assert both.findings.notes["archived"] == 0
+        alone = audit(database, archive="")
+        assert alone.findings.differences["tally"] == 0
+        assert alone.findings.notes["archived"] > 0
+        with write(database) as connection:
+            unguarded(connection)
+            last = connection.scalar(text("select max(sequence) from trained_row"))
+            connection.execute(text(f"delete from rollout where rollout_id = '{KEPT[0]}'"))
+            connection.execute(text(f"delete from trained_row where sequence = {last}"))
+        assert rules_of(audit(database, archive=url)) == set(), "the archive has them"
+        assert audit(database, archive="").findings.differences["tally"] == 2
 
 
 def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None:

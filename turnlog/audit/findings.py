@@ -53,7 +53,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "other_version": "decisions made by another version of the rule",
         "same_tokens": "roots whose prompt begins with all tokens of the nearest call: they may be false rewrites",
         "unexplained_links": "calls above which one is missing or cannot be read: nothing is derived from above",
-        "writer_failures": "holes in a writer's count where calls of its worker failed",
+        "writer_failures": "holes in a writer's count where calls of its worker failed or have not ended",
         "gaps": "tables with sequences that were given to no event: rolled back, or deleted before revision 0005",
         "archived": "events that were archived and left with their partition: name the archive with --archive",
         "media_not_checked": "media objects whose bytes were not looked for: name their place with --media",

@@ -91,7 +91,7 @@ def audit(
     sealed = None if url is None else Sealed(open_archive(url))
     if sealed is not None:
         _archive(sealed, findings)
-    at = source.position_of(database, position)
+    at = source.position_of(database, position, sealed)
     tally.check(database, at, sealed, findings)
     listed = source.rollouts(database, at, sealed)
     total = sum(each.tokens for each in listed)

@@ -114,15 +114,21 @@ class Listed:
     """That its completed calls add."""
 
 
-def position_of(database: Engine, asked: Position | None) -> Position:
-    """The position to audit at: what was asked for, else all that is settled. Raises PositionAhead."""
+def position_of(database: Engine, asked: Position | None, sealed: Sealed | None) -> Position:
+    """The position to audit at: what was asked for, else all that is settled or was when it was sealed.
+
+    Raises PositionAhead.
+    """
     from replay.errors import PositionAhead
 
     with read_one(database) as connection:
-        now = settled(connection)
+        found = [settled(connection)]
+    if sealed is not None:  # the newest events may have left the log
+        found += sealed.archive.positions()
+    now = Position(**{part: max(getattr(each, part) for each in found) for part in PARTS.values()})
     if asked is None:
         return now
-    if any(getattr(asked, part) > getattr(now, part) for part in PARTS.values() if hasattr(now, part)):
+    if any(getattr(asked, part) > getattr(now, part) for part in PARTS.values()):
         raise PositionAhead(asked=str(asked), reached=str(now))
     return asked
 

@@ -1,8 +1,8 @@
 """Each writer's own count: a hole shows an event that was lost, a repeat one that was copied.
 
-Knows counts; does not know calls otherwise. Law: a count is used once. A call that failed behind its count leaves a
-hole that is none of the log's, so holes are excused by as many failed calls of the writer's worker, and never while a
-call of that worker stands open.
+Knows counts; does not know calls otherwise, nor deleted ones, which the tally names. Law: a count is used once. A call
+that failed behind its count leaves a hole that is none of the log's, and one that is not appended yet may, so holes are
+excused by as many calls of the writer's worker that failed or stand open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Writers:
             worker = self.worker.get(writer_id, "")
             holes = [*_holes(ordered)]
             missing = sum(high - low + 1 for low, high in holes)
-            if missing and missing <= self.failed[worker] and not self.open[worker]:
+            if missing and missing <= self.failed[worker] + self.open[worker]:
                 findings.note("writer_failures", f"{event}: {missing} counts")
                 continue
             for low, high in holes:
