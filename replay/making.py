@@ -78,7 +78,8 @@ def make_apart(request: Request) -> Iterator[Made]:
 
 def make(reader: Reader, request: Request) -> Iterator[Made]:
     """Of each part its rows in blocks, or its outline as one table; and after these its counts."""
-    with duckdb.connect(":memory:") as engine:
+    # One thread: the recursive query has a round for each call of a chain, in which threads would wait for each other.
+    with duckdb.connect(":memory:", config={"threads": 1}) as engine:
         for part in request.parts:
             piece = source.piece(reader, part, request.position, answers=request.selection.reads_answers)
             selected = select(request.selection, piece)
