@@ -37,15 +37,15 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import psycopg
 from sqlalchemy import Engine, make_url
-from sqlalchemy.dialects import postgresql, sqlite
 from synthetic_log import corpus
 
-from store import hashing, lineage, migrate, partitions, schema
-from store.columns import place_of, row_of
+from store import hashing, lineage, migrate, partitions
+from store.columns import place_of, stored_row
 from store.database import open_database, read_one, session, write
 from store.events import CallAdmitted, CallCompleted, Event, PolicySpan, RolloutOpened, logprob_bytes, uuid7
 from store.writer import Writer
@@ -296,32 +296,28 @@ def batches(tasks: list[Submissions], group: int) -> list[list[Event]]:
 
 def made(batch: list[Event], database: Engine) -> Rows:
     """The batch as the driver takes it, kind by kind."""
-    dialect = database.dialect.name
+    sqlite = database.dialect.name == "sqlite"
     found: Rows = []
     for kind in dict.fromkeys(event.kind for event in batch):
-        names, text, bind = insertion(kind, dialect)
-        rows = (row_of(event) for event in batch if event.kind == kind)
-        found.append(
-            (text, [tuple(bind[name](row[name]) if name in bind else row[name] for name in names) for row in rows])
-        )
+        names, text = insertion(kind, sqlite)
+        rows = (stored_row(event) for event in batch if event.kind == kind)
+        found.append((text, [tuple(row[name] for name in names) for row in rows]))
+        if sqlite:
+            found[-1] = (text, [tuple(_id_as_bytes(value) for value in row) for row in found[-1][1]])
     return found
 
 
+def _id_as_bytes(value: Any) -> Any:
+    return value.bytes if isinstance(value, UUID) else value
+
+
 @cache
-def insertion(kind: str, dialect: str) -> tuple[list[str], str, dict[str, Callable[[Any], Any]]]:
-    """An insert of whole rows: columns, statement, and how those values are bound that no driver takes as they are."""
-    place = place_of(kind)
-    spoken = sqlite.dialect() if dialect == "sqlite" else postgresql.dialect()  # type: ignore[no-untyped-call]
-    columns = [column for column in place.table.c if column.name != "sequence"]
-    names = [column.name for column in columns]
-    marks = ", ".join(["?" if dialect == "sqlite" else "%s"] * len(names))
-    bind = {column.name: column.type.dialect_impl(spoken).bind_processor(spoken) for column in columns}
-    ids = {column.name for column in columns if dialect != "sqlite" and isinstance(column.type, schema.Id)}
-    return (
-        names,
-        f"insert into {place.table.name} ({', '.join(names)}) values ({marks})",
-        {name: each for name, each in bind.items() if each is not None and name not in ids},
-    )
+def insertion(kind: str, sqlite: bool) -> tuple[list[str], str]:
+    """An insert of whole rows: columns and statement."""
+    table = place_of(kind).table
+    names = [column.name for column in table.c if column.name != "sequence"]
+    marks = ", ".join(["?" if sqlite else "%s"] * len(names))
+    return names, f"insert into {table.name} ({', '.join(names)}) values ({marks})"
 
 
 def _by_driver(database: Engine, todo: list[Any], rows_of: Callable[[Any], Rows], ready: Callable[[], object]) -> Part:

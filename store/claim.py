@@ -24,10 +24,15 @@ def claim(path: Path) -> BinaryIO | None:
 
     Nobody may remove such a file: whoever opened it before would hold what no other can find. Raises OSError.
     """
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+    file = claimable(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
     return file
+
+
+def claimable(path: Path) -> BinaryIO:
+    """The file, made if it is missing, open and not held. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)

@@ -15,13 +15,15 @@ True
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from sqlalchemy import RowMapping, Table
 
-from store import codec, schema
+from store import codec, hashing, schema
 from store.events import (
     CallAdmitted,
     CallCompleted,
@@ -84,16 +86,31 @@ def shown_key(key: Sequence[Any]) -> str:
 
 def row_of(event: Event) -> dict[str, Any]:
     """The event's columns: its fields under their names, arrays packed, traces split into roles and digests."""
-    row = {**event.__dict__, "digest": event.digest()}
+    row = stored_row(event)
+    return row | {name: json.loads(row[name]) for name in _json_columns(type(event)) if row[name] is not None}
+
+
+def stored_row(event: Event) -> dict[str, Any]:
+    """The same with JSON columns as their text; that of a field is what the digest covers, and is made once."""
+    texts = event.json_texts()
+    row = {**event.__dict__, "digest": event.digest_with(texts)}
     if isinstance(event, CallCompleted | CallEnded):
         packed = codec.pack(event.token_ids)
-        row |= {"codec": packed.codec, "token_ids": packed.data}
+        row["codec"], row["token_ids"] = packed.codec, packed.data
     if isinstance(event, CallCompleted):
-        row["policy_spans"] = [span.__dict__ for span in event.policy_spans]
         for name, items in (("request", event.request_items), ("answer", event.answer_items)):
-            row[f"{name}_roles"] = [item.role for item in items]
+            texts |= hashing.json_texts({f"{name}_roles": [item.role for item in items]}, [f"{name}_roles"])
             row[f"{name}_digests"] = b"".join([item.digest for item in items])
+    for name in _json_columns(type(event)):
+        if row.get(name, "") is not None:
+            row[name] = texts[name]
     return row
+
+
+@cache
+def _json_columns(kind: type[Event]) -> tuple[str, ...]:
+    (table,) = (place.table for place in PLACES if place.event is kind)
+    return tuple(column.name for column in table.c if isinstance(column.type, schema.CanonicalJson))
 
 
 def event_of(kind: Callable[..., _E], row: Mapping[str, Any] | RowMapping) -> _E:

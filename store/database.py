@@ -18,7 +18,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -27,6 +27,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from store.claim import claim
 from store.errors import BadUrl, LogUnavailable
+from store.turn import turn
 
 logger = logging.getLogger("turnlog")
 
@@ -36,6 +37,8 @@ _REST_SECONDS = 1.0
 """How long a connection to PostgreSQL may rest before it is asked whether it still is one."""
 _BUSY_SECONDS = 30
 """How long SQLite waits for another process's write transaction; they last milliseconds."""
+_TURN_SECONDS = 5
+"""How long a write to SQLite waits for those that came before it; then it asks SQLite like anybody else."""
 Durability = Literal["full", "relaxed"]
 _COMMITS = {
     "full": "select set_config('synchronous_commit', 'on', false) where current_setting('synchronous_commit') = 'off'",
@@ -157,10 +160,15 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """A write takes the write lock at once: a transaction that reads first could not wait for it later."""
+    """A write takes the write lock at once: a transaction that reads first could not wait for it later.
+
+    It keeps in memory what SQLite needs to take back one statement: the pages that each insert changes, which would go
+    to a temporary file. A read may sort more than memory holds.
+    """
     write = connection.get_execution_options().get(_WRITE, False)
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
+    driver.execute("pragma temp_store = memory" if write else "pragma temp_store = file")
     driver.execute("pragma query_only = off" if write else "pragma query_only = on")
     driver.execute("begin immediate" if write else "begin")
 
@@ -187,9 +195,11 @@ def write(database: Engine) -> Generator[Connection]:
     """One transaction that may append: committed at the end of the block, rolled back when it raises.
 
     Raises LogUnavailable for what the driver raises, also at the commit: the events may then be durable or not, and
-    appending them again is safe.
+    appending them again is safe. Writers of one SQLite file take turns.
     """
-    with _unavailable("write to the log", database), database.connect() as connection:
+    here = database.dialect.name == "sqlite"
+    queue = turn(Path(f"{database.url.database}-turn"), _TURN_SECONDS) if here else nullcontext()
+    with queue, _unavailable("write to the log", database), database.connect() as connection:
         connection = connection.execution_options(**{_WRITE: True})
         with connection.begin():
             yield connection

@@ -18,6 +18,8 @@ A root of 3 prompt tokens that sampled 2:
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from uuid import UUID
 
@@ -38,6 +40,7 @@ from store import hashing
 
 _T = TypeVar("_T", bound=JsonValue)
 _LARGEST = 2**63 - 1
+_ARRAYS = ("token_ids", "logprobs")
 
 
 def _storable_text(text: str) -> str:
@@ -120,13 +123,25 @@ class _Event(BaseModel):
 
     def digest(self) -> bytes:
         """Digest of the event's whole content; equal digests mean the same event."""
-        fields = {**self.__dict__}
-        for name in self.added:
-            if fields[name] is None:
-                del fields[name]
-        kind = str(fields.pop("kind"))
-        arrays = [fields.pop(name) for name in ("token_ids", "logprobs") if name in fields]
-        return hashing.event_digest(kind, fields, *arrays)
+        return self.digest_with(self.json_texts())
+
+    def digest_with(self, texts: Mapping[str, str]) -> bytes:
+        """The same, by whoever has the event's `json_texts` already."""
+        fields = self.__dict__
+        return hashing.event_digest(fields["kind"], texts, *(fields[name] for name in _ARRAYS if name in fields))
+
+    def json_texts(self) -> dict[str, str]:
+        """The fields that the digest covers besides kind and arrays, by name, each as the JSON that it covers."""
+        fields = self.__dict__
+        absent = {name for name in self.added if fields[name] is None} if self.added else ()
+        names = _by_name(type(self))
+        return hashing.json_texts(fields, [name for name in names if name not in absent] if absent else names)
+
+
+@cache
+def _by_name(kind: type[_Event]) -> tuple[str, ...]:
+    """The fields of a kind of event that its digest covers as JSON."""
+    return tuple(sorted({*kind.model_fields}.difference(("kind", *_ARRAYS))))
 
 
 class RolloutOpened(_Event):

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from json.encoder import encode_basestring_ascii
+from typing import Any
 from uuid import UUID
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 HASH_VERSION = 1
 """Version of the canonical form and of every digest below; stored with each call."""
@@ -106,18 +108,64 @@ def chain_hash(parent: bytes | None, delta_token_ids: bytes | memoryview) -> byt
     return state.digest()
 
 
-def event_digest(kind: str, fields: Mapping[str, object], *arrays: bytes) -> bytes:
-    """Digest of an event's whole content: its fields in the JSON that events have, then its arrays uncompressed."""
-    return tagged_digest("event", kind.encode(), _EVENT.encode(fields).encode(), *arrays)
+def event_digest(kind: str, texts: Mapping[str, str], *arrays: bytes) -> bytes:
+    """Digest of an event: its fields as `json_texts` has them in order of their names, then its arrays uncompressed."""
+    return tagged_digest("event", kind.encode(), _json_object(texts).encode(), *arrays)
 
 
-def _in_json(value: object) -> object:
-    """What JSON has no form of: bytes are hex, an id is its text, a model is its fields."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value) if isinstance(value, UUID) else vars(value)
+def json_texts(fields: Mapping[str, object], names: Iterable[str]) -> dict[str, str]:
+    r"""Fields in the JSON that events have: canonical, bytes as hex, an id as its text, a model as its fields.
+
+    >>> json_texts({"a": {"b": [1, None], "a": 0.5}, "b": b"\0\xff"}, ["b", "a"])
+    {'b': '"00ff"', 'a': '{"a":0.5,"b":[1,null]}'}
+    """
+    return {name: _TEXT_OF[type(value := fields[name])](value) for name in names}
+
+
+def _json_object(texts: Mapping[str, str]) -> str:
+    """An object of texts, in their order; their names need no escape."""
+    return "{" + ",".join([f'"{name}":{text}' for name, text in texts.items()]) + "}"
+
+
+class _TextOf(dict[type, Callable[[Any], str]]):
+    """How values become text, by their type: of a call's fields this takes half the time that one encoder takes."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], str]:
+        self[kind] = found = _model_text(kind) if issubclass(kind, BaseModel) else _EVENT.encode
+        return found
+
+
+def _model_text(kind: type[BaseModel]) -> Callable[[BaseModel], str]:
+    names = sorted(kind.model_fields)
+
+    def text(value: BaseModel) -> str:
+        fields = value.__dict__
+        return "{" + ",".join([f'"{name}":{_TEXT_OF[type(field := fields[name])](field)}' for name in names]) + "}"
+
+    return text
+
+
+def _array_text(values: Iterable[object]) -> str:
+    return "[" + ",".join([_TEXT_OF[type(value)](value) for value in values]) + "]"
+
+
+def _id_text(value: UUID) -> str:
+    digits = f"{value.int:032x}"  # as `str` writes it, in two thirds of the time
+    return f'"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"'
 
 
 _EVENT = json.JSONEncoder(
-    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_in_json
-)  # half the time of pydantic's own dump, and the same bytes
+    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, check_circular=False
+)  # what events hold was JSON before, which has no circles: to look for them would take half the time
+_TEXT_OF = _TextOf(
+    {
+        type(None): lambda _: "null",
+        int: int.__repr__,
+        str: encode_basestring_ascii,
+        bytes: lambda value: f'"{value.hex()}"',
+        UUID: _id_text,
+        tuple: _array_text,
+        list: _array_text,
+        dict: lambda value: _EVENT.encode(value) if value else "{}",
+    }
+)

@@ -16,11 +16,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from sqlalchemy import Connection, Dialect, Select, Table, exists, func, select, tuple_
+from sqlalchemy import Connection, Dialect, Select, Table, and_, exists, func, select, tuple_
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.postgresql import psycopg
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
@@ -28,7 +29,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from store import hashing, schema
 from store.bulk import copied_in
-from store.columns import PLACES, Key, Place, event_of, row_of, shown_key
+from store.columns import PLACES, Key, Place, event_of, place_of, shown_key, stored_row
 from store.errors import BrokenLink, EventConflict, LogUnavailable
 from store.events import (
     CallAdmitted,
@@ -73,24 +74,66 @@ class Tip:
         )
 
 
-def append(connection: Connection, events: Iterable[Event], *, known: Mapping[UUID, Tip] = _NOTHING) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was done for events before their transaction; they are told apart by their identity."""
+
+    rows: Mapping[int, tuple[Any, ...]]
+    """Of each event, as its statement takes it."""
+    checked: frozenset[int]
+    """Calls whose hashes and parent links were found to be right."""
+
+
+_UNPREPARED = Prepared(rows=MappingProxyType({}), checked=frozenset())
+
+
+def prepare(events: Iterable[Event], database: str, *, known: Mapping[UUID, Tip] = _NOTHING) -> Prepared:
+    """Make the rows of events that are about to be appended, and check them as far as that needs no log.
+
+    This is most of what an append takes, and SQLite lets one process write at a time. Raises BrokenLink.
+    """
+    rows: dict[int, tuple[Any, ...]] = {}
+    checked: set[int] = set()
+    tips: dict[UUID, Tip | CallCompleted] = {}
+    for event in events:
+        rows[id(event)] = _statement(place_of(event.kind).table, database).parameters(event)
+        if isinstance(event, CallCompleted):
+            parent = None if event.parent_id is None else tips.get(event.parent_id) or known.get(event.parent_id)
+            if parent is not None or event.parent_id is None:
+                _check(event, parent)
+                tips[event.call_id] = event
+                checked.add(id(event))
+    return Prepared(rows=rows, checked=frozenset(checked))
+
+
+def append(
+    connection: Connection,
+    events: Iterable[Event],
+    *,
+    known: Mapping[UUID, Tip] = _NOTHING,
+    prepared: Prepared = _UNPREPARED,
+) -> None:
     """Append events in their order, parents before children; what is in the log already with the same content stays.
 
     A `RolloutOpened` that says nothing but the id (`implicit`) is satisfied by any opening of that rollout. `known` are
     tips of committed calls, which the log then need not be asked for: an event that is committed stays as it is.
+    `prepared` is of these very events.
 
     Raises EventConflict for an id with other content, or a call that has ended otherwise, and BrokenLink for a call
     that does not extend its parent. The transaction must then be rolled back.
     """
     rest = iter(events)
     while batch := list(islice(rest, _BATCH)):
-        _check_calls(connection, [event for event in batch if isinstance(event, CallCompleted)], known)
+        kinds: dict[type[Event], list[Event]] = {}
+        for event in batch:
+            kinds.setdefault(type(event), []).append(event)
+        _check_calls(connection, cast("list[CallCompleted]", kinds.get(CallCompleted, [])), known, prepared)
         for place in PLACES:
-            mine = [event for event in batch if isinstance(event, place.event)]
+            if not (mine := kinds.get(place.event)):
+                continue
             if place.event is MediaStored:
                 mine.sort(key=place.key_of)  # others may be storing some of them in another order
-            if mine:
-                _insert(connection, place, mine)
+            _insert(connection, place, mine, prepared)
 
 
 def rollout(connection: Connection, rollout_id: str) -> RolloutOpened | None:
@@ -141,12 +184,7 @@ def newest_call_id(connection: Connection) -> UUID | None:
 def pending(connection: Connection, *, worker: str | None = None) -> list[CallAdmitted]:
     """Intents with neither a completed call nor an end, of one worker or of all, in order of sequence."""
     intent = schema.call_intent
-    statement = (
-        select(intent)
-        .where(~exists().where(schema.model_call.c.call_id == intent.c.call_id))
-        .where(~exists().where(schema.call_end.c.call_id == intent.c.call_id))
-        .order_by(intent.c.sequence)
-    )
+    statement = select(intent).where(_IS_PENDING).order_by(intent.c.sequence)
     return _read(connection, CallAdmitted, statement if worker is None else statement.where(intent.c.worker == worker))
 
 
@@ -154,32 +192,43 @@ def unfinished(connection: Connection, rollouts: Sequence[str] | None = None) ->
     """How many calls of these rollouts, or of all, did not complete: by how they ended, and those that are pending."""
     intent, end = schema.call_intent, schema.call_end
     ended = select(end.c.state, func.count()).group_by(end.c.state).order_by(end.c.state)
-    pending = (
-        select(func.count())
-        .select_from(intent)
-        .where(~exists().where(schema.model_call.c.call_id == intent.c.call_id))
-        .where(~exists().where(end.c.call_id == intent.c.call_id))
-    )
+    pending = select(func.count()).select_from(intent).where(_IS_PENDING)
     if rollouts is not None:
         ended, pending = ended.where(end.c.rollout_id.in_(rollouts)), pending.where(intent.c.rollout_id.in_(rollouts))
     counts = {str(state): int(count) for state, count in connection.execute(ended)}
     return counts | {"pending": left} if (left := connection.scalar(pending)) else counts
 
 
-def _check_calls(connection: Connection, batch: Sequence[CallCompleted], known: Mapping[UUID, Tip]) -> None:
+_IS_PENDING = and_(
+    *(
+        ~exists().where(table.c.call_id == schema.call_intent.c.call_id)
+        for table in (schema.model_call, schema.call_end)
+    )
+)
+
+
+def _check_calls(
+    connection: Connection, batch: Sequence[CallCompleted], known: Mapping[UUID, Tip], prepared: Prepared
+) -> None:
     """Every call's hashes and parent link; a parent may stand earlier in the batch. Reads one narrow row a parent."""
+    batch = [call for call in batch if id(call) not in prepared.checked]
     parents = {call.parent_id for call in batch if call.parent_id is not None}
-    tips = {parent: known[parent] for parent in parents if parent in known}
+    tips: dict[UUID, Tip | CallCompleted] = {parent: known[parent] for parent in parents if parent in known}
     if unknown := parents.difference(tips):
         tips |= _tips(connection, unknown)
     for call in batch:
-        if (why := _misfit(call, None if call.parent_id is None else tips.get(call.parent_id))) is not None:
-            parent_id = None if call.parent_id is None else str(call.parent_id)
-            raise BrokenLink(call_id=str(call.call_id), parent_id=parent_id, why=why)
-        tips[call.call_id] = Tip.of(call)
+        _check(call, None if call.parent_id is None else tips.get(call.parent_id))
+        tips[call.call_id] = call
 
 
-def _misfit(call: CallCompleted, parent: Tip | None) -> str | None:
+def _check(call: CallCompleted, parent: Tip | CallCompleted | None) -> None:
+    """Raises BrokenLink for a call that does not fit on top of this parent, or None for a root."""
+    if (why := _misfit(call, parent)) is not None:
+        parent_id = None if call.parent_id is None else str(call.parent_id)
+        raise BrokenLink(call_id=str(call.call_id), parent_id=parent_id, why=why)
+
+
+def _misfit(call: CallCompleted, parent: Tip | CallCompleted | None) -> str | None:
     """What is wrong with the call on top of this parent; None when all is right."""
     if call.hash_version != hashing.HASH_VERSION:
         return f"has hashes of version {call.hash_version}, this release checks version {hashing.HASH_VERSION}"
@@ -218,7 +267,7 @@ def _tips(connection: Connection, call_ids: Iterable[UUID]) -> dict[UUID, Tip]:
     }
 
 
-def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> None:
+def _insert(connection: Connection, place: Place, batch: Sequence[Event], prepared: Prepared) -> None:
     """Insert first, and look only when the log took fewer than it was given, or refused.
 
     On PostgreSQL another transaction may insert the same id meanwhile: the insert waits for it.
@@ -232,12 +281,12 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event]) -> Non
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
-            # A row is made while the one before is on its way.
-            rows: Any = (statement.parameters(row_of(event)) for event in batch)
+            # Where it is not prepared, a row is made while the one before is on its way.
+            rows: Any = (prepared.rows.get(id(event)) or statement.parameters(event) for event in batch)
             if connection.dialect.name == "postgresql" and place.event in _COPIED and len(batch) >= _COPIED_FROM:
-                if copied_in(cast("Any", cursor), place.table, [name for name, _ in statement.columns], rows):
+                if copied_in(cast("Any", cursor), place.table, statement.names, rows):
                     return
-                rows = (statement.parameters(row_of(event)) for event in batch)
+                rows = map(statement.parameters, batch)
             cursor.executemany(statement.text, rows)
             inserted = cursor.rowcount
     except (driver.IntegrityError, driver.DataError) as error:
@@ -260,11 +309,19 @@ class _Statement:
     """An insert as one driver takes it."""
 
     text: str
-    columns: tuple[tuple[str, Callable[[Any], Any] | None], ...]
-    """In the order of its parameters: a column, and how the driver wants its value where that is not as it is."""
+    names: tuple[str, ...]
+    """The columns in the order of its parameters."""
+    take: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    """Their values of a row."""
+    ids_as_bytes: tuple[str, ...]
+    """Columns of ids that the driver takes as bytes."""
 
-    def parameters(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] if as_stored is None else as_stored(row[name]) for name, as_stored in self.columns)
+    def parameters(self, event: Event) -> tuple[Any, ...]:
+        row = stored_row(event)
+        for name in self.ids_as_bytes:
+            if (value := row[name]) is not None:
+                row[name] = value.bytes
+        return self.take(row)
 
 
 @cache
@@ -281,8 +338,13 @@ def _statement(table: Table, database: str) -> _Statement:
     compiled = insert.inline().compile(dialect=dialect, column_keys=names)
     order = compiled.positiontup
     assert order is not None, "both parameter styles are positional"
-    as_stored = {name: table.c[name].type.dialect_impl(dialect).bind_processor(dialect) for name in names}
-    return _Statement(text=str(compiled), columns=tuple((name, as_stored[name]) for name in order))
+    ids = (name for name in names if isinstance(table.c[name].type, schema.Id))
+    return _Statement(
+        text=str(compiled),
+        names=tuple(order),
+        take=itemgetter(*order),
+        ids_as_bytes=tuple(ids) if database == "sqlite" else (),
+    )
 
 
 def _unopened(connection: Connection, place: Place, batch: Sequence[Event]) -> list[Event]:

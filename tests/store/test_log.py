@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from uuid import UUID
@@ -557,3 +558,47 @@ def test_two_writers_that_store_the_same_media_in_opposite_orders_do_not_hold_ea
         thread.join()
     assert failed == []
     assert count(database, "media_object") == 160
+
+
+def test_what_was_prepared_is_appended_as_what_was_not(database, make_chain_maker):
+    chain = make_chain_maker(1)([(300, 3), (200, 2), (5, 2)])
+    others = [admitted(TWO), RolloutOpened(rollout_id="r1", opened_at=1, task="t", metadata={"é": [1.5, None, {}]})]
+    known = {chain[0].call_id: log.Tip.of(chain[0])}
+    with write(database) as connection:
+        log.append(connection, chain[:1])
+    events = [*others, *chain[1:]]
+    prepared = log.prepare(events, database.dialect.name, known=known)
+    assert prepared.checked == {id(call) for call in chain[1:]}
+    with write(database) as connection:
+        log.append(connection, events, known=known, prepared=prepared)
+    with read(database) as connection:
+        assert log.calls(connection, "r1") == chain
+        assert log.rollouts(connection) == others[1:]
+        stored = connection.execute(select(schema.model_call.c.digest).order_by(schema.model_call.c.depth)).scalars()
+        assert [*stored] == [call.digest() for call in chain]
+
+
+def test_preparing_refuses_what_it_can_tell_and_leaves_the_rest_to_the_log(database, chain_maker):
+    root, child = chain_maker([(9, 3), (5, 2)])
+    with pytest.raises(BrokenLink, match="the call 7"):
+        log.prepare([root, child.model_copy(update={"depth": 7})], database.dialect.name)
+    orphan = log.prepare([child], database.dialect.name)
+    assert orphan.checked == frozenset()
+    with pytest.raises(BrokenLink, match="append a parent before its children"), write(database) as connection:
+        log.append(connection, [child], prepared=orphan)
+
+
+def test_a_digest_is_of_the_fields_as_one_json_encoder_has_them(chain_maker):
+    def plain(value: object) -> object:
+        return value.hex() if isinstance(value, bytes) else str(value) if isinstance(value, UUID) else vars(value)
+
+    call = chain_maker()[-1].model_copy(
+        update={"evidence": {"b": [1e16, -0.5, True, "é\n"], "a": {}}, "model": 'quote " and \x7f'}
+    )
+    for event in (call, RolloutOpened(rollout_id="r", opened_at=1, metadata={"x": [[], {"y": None}]}), admitted(TWO)):
+        fields = {**vars(event)}
+        arrays = [fields.pop(name) for name in ("token_ids", "logprobs") if name in fields]
+        kind = fields.pop("kind").encode()
+        fields = {name: value for name, value in fields.items() if not (name in event.added and value is None)}
+        words = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=plain)
+        assert event.digest() == hashing.tagged_digest("event", kind, words.encode(), *arrays)
