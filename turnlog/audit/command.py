@@ -44,7 +44,8 @@ def audit_log(
     """Derive everything in the log again, and name each difference; exit code 1 when there is one.
 
     Deleted events, digests, chain hashes, parent links, roots and depths, lengths, masks, every decision with its
-    reason, trained rows, media, writers' counts, and what harnesses declare against what was found. The log may be in use.
+    reason, rows that trained, media, writers' counts, and what harnesses declare against what was found.
+    The log may be in use.
     """
     from store.database import database_url, open_database
     from store.settled import Position
