@@ -2,6 +2,7 @@
 
     python benchmarks/log.py                      # everything: about 15 minutes and 20 GB of disk
     python benchmarks/log.py writers idle         # a part; the figures of the others are kept
+    python benchmarks/log.py writers --processes 16 --kinds small --only sqlite    # one cell: half a minute
     python benchmarks/log.py --quick              # all of it, tiny: does it run?
 
 - *turnlog* is `store.writer.Writer` with 16 calls in flight a process: 16 submissions, and when all are durable 16
@@ -32,7 +33,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -78,10 +79,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept unless --out says where")
+    parser.add_argument("--processes", type=int, nargs="+", help="writer processes; default: 1, 4 and 16")
+    parser.add_argument("--kinds", nargs="+", help="of small, large and mix; default: all")
     parser.add_argument("--only", default="", help="databases whose name contains this")
     parser.add_argument("--out", type=Path, help=f"where figures are kept; default: {FIGURES.name} beside this script")
     asked = parser.parse_args()
     size, out = (QUICK, asked.out) if asked.quick else (Size(), asked.out or FIGURES)
+    size = replace(
+        size,
+        writers=tuple(asked.processes or size.writers),
+        calls=tuple(each for each in size.calls if each[0] in (asked.kinds or each[0])),
+    )
     figures: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
     figures |= {
         "machine": platform.machine(),
@@ -97,7 +105,11 @@ def main() -> None:
                 continue
             measured = figures.setdefault(name, {})
             for part in asked.parts or PARTS:
-                measured[part] = {"writers": writers, "idle": idle, "lookups": lookups}[part](name, make, size)
+                found = {"writers": writers, "idle": idle, "lookups": lookups}[part](name, make, size)
+                if part == "writers":
+                    found = {kind: measured.get(part, {}).get(kind, {}) | cells for kind, cells in found.items()}
+                    found = measured.get(part, {}) | found
+                measured[part] = found
                 if out is not None:
                     out.write_text(json.dumps(figures, indent=1) + "\n")
 

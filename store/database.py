@@ -198,7 +198,7 @@ def write(database: Engine) -> Generator[Connection]:
     appending them again is safe. Writers of one SQLite file take turns.
     """
     here = database.dialect.name == "sqlite"
-    queue = turn(Path(f"{database.url.database}-turn"), _TURN_SECONDS) if here else nullcontext()
+    queue = turn(Path(f"{database.url.database}-turn"), min(_TURN_SECONDS, _BUSY_SECONDS)) if here else nullcontext()
     with queue, _unavailable("write to the log", database), database.connect() as connection:
         connection = connection.execution_options(**{_WRITE: True})
         with connection.begin():
