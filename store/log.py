@@ -84,7 +84,7 @@ class Prepared:
     """Calls whose hashes and parent links were found to be right."""
 
 
-_UNPREPARED = Prepared(rows=MappingProxyType({}), checked=frozenset())
+UNPREPARED = Prepared(rows=MappingProxyType({}), checked=frozenset())
 
 
 def prepare(events: Iterable[Event], database: str, *, known: Mapping[UUID, Tip] = _NOTHING) -> Prepared:
@@ -111,7 +111,7 @@ def append(
     events: Iterable[Event],
     *,
     known: Mapping[UUID, Tip] = _NOTHING,
-    prepared: Prepared = _UNPREPARED,
+    prepared: Prepared = UNPREPARED,
 ) -> None:
     """Append events in their order, parents before children; what is in the log already with the same content stays.
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 from uuid import UUID
 
 from sqlalchemy import Engine
@@ -254,11 +254,10 @@ class Writer:
         """Append the group; returns how many seconds that took."""
         began = time.monotonic()
         events = [event for submission in group for event in submission.events]
-        how: dict[str, Any] = {"known": self._tips}
-        if self._database.dialect.name == "sqlite":  # where the others wait for as long as the transaction takes
-            how["prepared"] = log.prepare(events, "sqlite", known=self._tips)
+        alone = self._database.dialect.name == "sqlite"  # all others wait for as long as the transaction takes
+        prepared = log.prepare(events, "sqlite", known=self._tips) if alone else log.UNPREPARED
         with write(self._database) as connection:
-            log.append(connection, events, **how)
+            log.append(connection, events, known=self._tips, prepared=prepared)
         took = time.monotonic() - began
         self.counters.commits += 1
         self.counters.events += sum(map(_events_of, group))
