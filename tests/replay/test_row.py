@@ -8,7 +8,7 @@ import pytest
 from replay import walk
 from replay.chain import check
 from replay.fill import fill
-from replay.row import Row, rows, rows_digest
+from replay.row import Block, Row, rows_digest
 from store.events import logprob_array
 
 
@@ -17,7 +17,7 @@ def rows_of(recorded: Any) -> list[Row]:
     chains, refused = check(recorded.piece, counts, walk.paths(recorded.piece, counts))
     filled = fill(chains, recorded.payloads)
     assert (refused, filled.refused) == ([], ())
-    return [*rows(filled)]
+    return [*Block.of(filled).rows(filled.chains.piece.rollouts)]
 
 
 @pytest.mark.parametrize(
