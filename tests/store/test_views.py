@@ -91,8 +91,8 @@ def test_every_root_is_a_boundary_with_its_reason_and_difference(database, chain
 
 def test_an_opening_without_a_secret_has_the_digest_that_it_had_before_there_were_secrets():
     opened = RolloutOpened(rollout_id="r1", opened_at=1)
-    fields = {"rollout_id": "r1", "group_id": None, "slot": None, "task": None, "harness": None, "metadata": {}}
-    assert opened.digest() == hashing.event_digest("rollout_opened", {**fields, "opened_at": 1})
+    fields = '{"group_id":null,"harness":null,"metadata":{},"opened_at":1,"rollout_id":"r1","slot":null,"task":null}'
+    assert opened.digest() == hashing.tagged_digest("event", b"rollout_opened", fields.encode())
     assert opened.model_copy(update={"secret_hash": SECRET}).digest() != opened.digest()
     assert opened.implicit
     assert not opened.model_copy(update={"secret_hash": SECRET}).implicit
