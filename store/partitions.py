@@ -1,7 +1,8 @@
-"""The partitions of PostgreSQL: which there are, which should be made ahead, and how one goes.
+"""The partitions of PostgreSQL: which there are, which should be made ahead, which go together, and how they go.
 
 Knows periods of time and the ranges of ids that they are, since a UUIDv7 begins with its time; does not know what a
-call is. Law: an event always has a place, for what no partition is for goes into the default one, and no event moves.
+call is. Law: an event always has a place, for what no partition is for goes into the default one, and no event moves:
+the default partition becomes one of its own, or goes as a whole, and an empty one takes its place.
 
 Periods are days, weeks or months of UTC. One that begins amid what is there already is cut short:
 
@@ -22,7 +23,8 @@ from itertools import pairwise
 from typing import Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, column, exists, select, text
+from sqlalchemy import table as named_table
 
 from store import schema
 from store.database import read
@@ -38,6 +40,8 @@ _LAST_MS = 253_402_300_799_999
 """The end of the year 9999: ids that say more were made without a clock."""
 _ENOUGH = timedelta(days=31)
 """When the partitions made ahead end sooner, servers say so."""
+_SKEW = timedelta(days=1)
+"""How far a server's clock may be ahead; what is later was made without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A period that has no partition, since the default one holds events of it already."""
+    """A period without a partition, since the default one holds events of it."""
 
     period: Period
     events: int
@@ -142,40 +146,68 @@ def missing(
     return found
 
 
-def make(connection: Connection, periods: Sequence[Period], *, adopt: bool = False) -> list[Held]:
+def make(connection: Connection, periods: Sequence[Period]) -> list[Held]:
     """Make a partition of each period, and commit each; says for which ones it could not.
 
-    A period whose events are in the default partition already can be made only by making that partition the period's:
-    with `adopt`, where the events allow it, which holds calls up while it is read once.
+    A period of which the default partition holds events cannot have another one.
     """
     held: list[Held] = []
     for period in periods:
-        if _is_inside(connection, period):  # of a partition that was adopted just now
-            continue
         events, *_ = _held(connection, period.table, period.ids)
-        if not events:
-            _run(connection, "make", period)
-        elif not isinstance(adopted := _adoptable(connection, period), Period):
-            held.append(Held(period=period, events=events, why=adopted))
-        elif adopt:
-            _run(connection, "adopt", adopted)
+        if events:
+            why = "turnlog db partition --adopt gives these a partition, or says why it cannot"
+            held.append(Held(period=period, events=events, why=why))
         else:
-            held.append(Held(period=period, events=events, why="turnlog db partition --adopt gives it to that period"))
+            _run(connection, "make", period)
         connection.commit()
     return held
+
+
+def adopt(connection: Connection, now: datetime) -> list[Held]:
+    """Give what the default partition of each table holds a partition of whole days, and commit each; says what stays.
+
+    The default partition becomes that one and an empty one takes its place: calls wait while it is read once.
+    """
+    stays: list[Held] = []
+    for table in sorted({each.table for each in listed(connection)}):
+        own = _own(connection, table, now)
+        if isinstance(own, Period):
+            _run(connection, "adopt", own)
+        elif own is not None:
+            stays.append(own)
+        connection.commit()
+    return stays
+
+
+def together(connection: Connection, name: str) -> list[Partition]:
+    """A partition of calls, and those that go with it: of the same time, or with another event of one of its calls.
+
+    A call whose intent stayed behind would look as if it had not ended. Raises UnknownPartition.
+    """
+    known = listed(connection)
+    calls = {each.name: each for each in known if each.table == "model_call"}
+    if name not in calls:
+        raise UnknownPartition(name, sorted(calls))
+    found = [calls[name]]
+    for one in found:  # also those that are found on the way
+        found += [each for each in known if each not in found and _belong(connection, one, each)]
+    return found
 
 
 def drop(connection: Connection, names: Sequence[str]) -> None:
     """Remove partitions and all events in them, together or not at all; the caller commits. For what is kept elsewhere.
 
-    Raises UnknownPartition, also for a default partition.
+    A default partition is followed by an empty one. Raises UnknownPartition.
     """
-    there = {each.name: each.table for each in listed(connection) if each.low is not None}
+    there = {each.name: each for each in listed(connection)}
     for name in names:
         if name not in there:
             raise UnknownPartition(name, sorted(there))
     for name in names:
-        connection.execute(text(statements("partitions")["drop"]), {"parent": there[name], "named": name})
+        values = {"parent": there[name].table, "named": name}
+        connection.execute(text(statements("partitions")["drop"]), values)
+        if there[name].low is None:
+            connection.execute(text(statements("partitions")["renew"]), values)
 
 
 def as_sql(periods: Sequence[Period]) -> str:
@@ -206,7 +238,7 @@ def reminder(database: Engine, now: datetime) -> str | None:
     if until is not None and until >= now + _ENOUGH:
         return None
     end = "there are no partitions of the calls to come" if until is None else f"partitions end on {until:%Y-%m-%d}"
-    return f"{end}, and later calls go to the default one, of which none can be archived: run `turnlog db partition`"
+    return f"{end}, and later calls go to the default one, which can only go as a whole: run `turnlog db partition`"
 
 
 def unguarded(connection: Connection) -> set[str]:
@@ -246,38 +278,46 @@ def _habit(there: Sequence[Partition]) -> Every:
     return "day" if days <= 1 else "week" if days <= 7 else "month"
 
 
-def _is_inside(connection: Connection, period: Period) -> bool:
-    return any(
-        each.table == period.table and each.low and each.high and each.low <= period.low and period.high <= each.high
-        for each in listed(connection)
-    )
-
-
 def _held(connection: Connection, table: str, ids: tuple[UUID, UUID]) -> tuple[int, UUID | None, UUID | None]:
     values = {"parent": table, "low": ids[0], "high": ids[1]}
     events, lowest, highest = connection.execute(text(statements("partitions")["held"]), values).one()
     return events, lowest, highest
 
 
-def _adoptable(connection: Connection, period: Period) -> Period | str:
-    """The period of all that the default partition holds; why there is none when another partition lies among it."""
-    _, lowest, highest = _held(connection, period.table, _ALL)
-    assert lowest is not None, "it holds events of the period"
-    assert highest is not None, "it holds events of the period"
+def _own(connection: Connection, table: str, now: datetime) -> Period | Held | None:
+    """The days of what the default partition holds; why it stays, when they cannot be a partition; None for nothing."""
+    events, lowest, highest = _held(connection, table, _ALL)
+    if lowest is None or highest is None:
+        return None
     low, high = time_of(lowest), time_of(highest)
-    whole = Period(
-        table=period.table,
-        low=min(period.low, _begin(low, "day")),
-        high=max(period.high, _next(_begin(high, "day"), "day")),
+    there = [(each.low, each.high, each.name) for each in listed(connection) if each.table == table]
+    bounded = [(begin, end, name) for begin, end, name in there if begin is not None and end is not None]
+    among = next((name for begin, _, name in bounded if low < begin <= high), None)
+    to_come = high > now + _SKEW
+    if among is None and not to_come:
+        return Period(
+            table=table,
+            low=max([_begin(low, "day"), *(end for _, end, _ in bounded if end <= low)]),
+            high=min([_next(_begin(high, "day"), "day"), *(begin for begin, _, _ in bounded if begin > high)]),
+        )
+    cause = "that is a time to come" if to_come else f"{among} lies among them"
+    why = (
+        f"they are of {low:%Y-%m-%d} to {high:%Y-%m-%d}, and {cause}: once all are archived, "
+        "`turnlog db drop-partition model_call_default` lets them go"
     )
-    among = [
-        each.name
-        for each in listed(connection)
-        if each.table == period.table and each.low and each.high and each.low < whole.high and each.high > whole.low
-    ]
-    if among:
-        return f"it holds events of {low:%Y-%m-%d} to {high:%Y-%m-%d}, and {among[0]} lies among them, so they stay"
-    return whole
+    return Held(period=Period(table=table, low=low, high=high), events=events, why=why)
+
+
+def _belong(connection: Connection, one: Partition, other: Partition) -> bool:
+    """Whether two partitions of different tables are of the same time, or hold events of the same call."""
+    if one.table == other.table:
+        return False
+    if (one.low, one.high) == (other.low, other.high):
+        return True
+    if one.low and one.high and other.low and other.high and (one.high <= other.low or other.high <= one.low):
+        return False
+    ours, theirs = (named_table(each.name, column("call_id")) for each in (one, other))
+    return bool(connection.scalar(select(exists().where(ours.c.call_id == theirs.c.call_id))))
 
 
 def _run(connection: Connection, statement: str, period: Period) -> None:

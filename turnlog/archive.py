@@ -66,6 +66,7 @@ def drop_partition(
     """Remove an archived partition of model_call, with its intents and ends, after checking the archive; PostgreSQL.
 
     Every event must be in the archive with the same digest, and every file that holds one must verify.
+    The default partition, model_call_default, can go too: an empty one takes its place. Calls go on meanwhile.
     """
     from replay.archive import open_archive
     from replay.dropping import drop_archived

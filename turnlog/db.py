@@ -72,7 +72,8 @@ def downgrade(
 
 db.command(
     "drop-partition",
-    epilog="Example: [bold]turnlog db drop-partition model_call_20261001 --archive s3://bucket/turnlog[/]",
+    epilog="Examples: [bold]turnlog db drop-partition model_call_20261001 --archive s3://bucket/turnlog[/]; "
+    "[bold]turnlog db drop-partition model_call_default --archive s3://bucket/turnlog[/] for what no partition is for.",
 )(drop_partition)
 
 
@@ -115,8 +116,8 @@ def current(url: Db = None, as_json: AsJson = False) -> None:
 
 
 @db.command(
-    epilog="Example: [bold]turnlog db partition --every week --ahead 8[/], from a timer; "
-    "without options as `turnlog db upgrade` does it."
+    epilog="Examples: [bold]turnlog db partition --every week --ahead 8[/], from a timer; without options as "
+    "`turnlog db upgrade` does it; [bold]turnlog db partition --adopt[/] once, where it was not run in time."
 )
 def partition(
     url: Db = None,
@@ -148,19 +149,20 @@ def partition(
                 sys.stdout.write(partitions.as_sql(partitions.missing(connection, now, every, ahead)))
             return
         with exclusively(database) as connection:
-            missing = partitions.missing(connection, now, every, ahead)
-            held = partitions.make(connection, missing, adopt=adopt)
+            there = len(partitions.listed(connection))
+            stays = partitions.adopt(connection, now) if adopt else []
+            held = partitions.make(connection, partitions.missing(connection, now, every, ahead))
             until = partitions.made_until(connection)
-    kept = {each.period for each in held}
-    made = sum(each not in kept for each in missing)
+            made = len(partitions.listed(connection)) - there
     end = "none yet" if until is None else f"up to {until:%Y-%m-%d}"
     Console(soft_wrap=True).print(f"made {made} partitions; there are partitions {end}")
-    for each in held:
+    known = {each.period.table for each in stays}
+    for each in (*stays, *(each for each in held if each.period.table not in known)):
         notes().print(
             f"[yellow]not made:[/] {each.period.name}: the default partition holds {each.events} events of that time: "
             f"{each.why}"
         )
-    if held:
+    if stays or held:
         sys.exit(1)
 
 

@@ -42,3 +42,7 @@ select adopt_default(:parent, :named, :low, :high);
 -- name: drop
 -- A partition goes with all its events.
 select drop_partition(:parent, :named);
+
+-- name: renew
+-- An empty default partition, in the place of one that went.
+select make_partition(:parent, :named, null, null);

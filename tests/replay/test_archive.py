@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from replay import provenance
-from replay.archive import Archive, columns_of, open_archive, parquet
+from replay.archive import Archive, Seal, columns_of, open_archive, parquet
 from replay.dropping import drop_archived
 from replay.errors import ArchiveDamaged, ArchiveUnavailable, NotArchived, OtherLog, SealTaken
 from replay.rowset import build, outlined, stream
@@ -292,12 +292,24 @@ def test_an_event_that_was_changed_with_all_its_hashes_is_found(
         if Path(url, each["path"]) == file:
             each |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "size": file.stat().st_size}
     manifest.write_text(json.dumps(said))
+    with pytest.raises(ArchiveDamaged, match=r"00001\.json' of .* does not say what it said when"):
+        open_archive(url)
+    manifest.write_text(json.dumps(said | {"digest": Seal.model_validate(said).derived()}))
     archive = open_archive(url)
     with pytest.raises(ArchiveDamaged, match="does not give its digest again"):
         verify(archive, archive.files["model_call"][0])
+    as_version_1(manifest)
     log, both = build(sqlite_database), build(sqlite_database, archive=url)
     assert both.refusals.by_reason() == {"chain_hash_mismatch": 1}
     assert len(both.rows) < len(log.rows)
+
+
+def as_version_1(manifest: Path) -> None:
+    """Make a seal what an older release would have written: it says nothing of chains, and has no digest."""
+    said = json.loads(manifest.read_text())
+    files = [{name: value for name, value in each.items() if name != "chained"} for each in said["files"]]
+    del said["digest"]
+    manifest.write_text(json.dumps(said | {"version": 1, "files": files}))
 
 
 def test_seals_that_are_missing_or_unreadable_are_refused(
@@ -314,7 +326,7 @@ def test_seals_that_are_missing_or_unreadable_are_refused(
     with pytest.raises(ArchiveDamaged, match="has the seals 2, which are not all since the first"):
         open_archive(url)
     first.write_bytes(kept)
-    second.write_bytes(kept.replace(b'"version": 1', b'"version": 2'))
+    second.write_bytes(kept.replace(b'"version": 2', b'"version": 3'))
     with pytest.raises(ArchiveDamaged, match=r"'seals/00002.json' of archive .* is no seal of this release"):
         open_archive(url)
 
@@ -381,8 +393,8 @@ def test_an_archived_partition_goes_and_the_rows_stay(
     call = next(event for event in history if isinstance(event, CallCompleted))
     period = datetime.fromtimestamp((call.call_id.int >> 80) / 1000, UTC)
     with exclusively(postgres_database) as connection:
-        assert not partitions.make(connection, partitions.wanted(period, "month", 0), adopt=True)
-    name = f"model_call_{period:%Y%m}01"
+        assert not partitions.adopt(connection, period)
+    name = f"model_call_{period:%Y%m%d}"
     sealed(postgres_database, url, write=True)
     late = chain_maker(rollout_id="late")
     remember(postgres_database, late)

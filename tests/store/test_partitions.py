@@ -14,14 +14,17 @@ from replay.rowset import build
 from store import log, partitions, schema
 from store.database import read, write
 from store.errors import SchemaBusy, UnknownPartition
-from store.events import CallAdmitted, CallEnded, MediaShown, MediaStored, RolloutOpened, uuid7
+from store.events import CallAdmitted, CallEnded, Event, MediaShown, MediaStored, RolloutOpened, uuid7
 from store.exclusive import exclusively
 from store.partitions import Period
+from store.tally import compared
 
 pytestmark = pytest.mark.postgres
 INTO = "insert into call_end_default (call_id, rollout_id, state, reason, at, digest, codec, token_ids, logprobs)"
 NOVEMBER = datetime(2023, 11, 1, tzinfo=UTC)
 """The month of a `ChainMaker`'s calls."""
+THE_DAY = datetime(2023, 11, 14, tzinfo=UTC)
+"""Their day."""
 
 
 def day(year: int, month: int, day: int = 1) -> datetime:
@@ -120,11 +123,13 @@ def test_the_default_partition_becomes_that_of_its_events_and_none_moves(postgre
         file = connection.scalar(text("select pg_relation_filenode('model_call_default')"))
         sequences = list(connection.scalars(select(schema.model_call.c.sequence)))
     with exclusively(postgres_database) as connection:
-        assert partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0), adopt=True) == []
+        assert partitions.adopt(connection, THE_DAY) == []
         assert partitions.unguarded(connection) == set()
+        assert partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0)) == []
+        assert [name for name in names(connection) if name < "2024"] == ["20231101", "20231114", "20231115"]
     with read(postgres_database) as connection:
-        assert connection.scalar(text("select pg_relation_filenode('model_call_20231101')")) == file
-        assert holding(connection) == {"model_call_20231101": 3}
+        assert connection.scalar(text("select pg_relation_filenode('model_call_20231114')")) == file
+        assert holding(connection) == {"model_call_20231114": 3}
         assert list(connection.scalars(select(schema.model_call.c.sequence))) == sequences
     assert build(postgres_database).digest() == before
     with write(postgres_database) as connection:  # both go on: the one adopted, and the new default one
@@ -132,7 +137,37 @@ def test_the_default_partition_becomes_that_of_its_events_and_none_moves(postgre
         stray = chain_maker([(5, 5)], rollout_id="r2")[0].model_copy(update={"call_id": uuid7(1, bytes(10))})
         log.append(connection, [stray.model_copy(update={"root_id": stray.call_id})])
     with read(postgres_database) as connection:
-        assert holding(connection) == {"model_call_20231101": 4, "model_call_default": 1}
+        assert holding(connection) == {"model_call_20231114": 4, "model_call_default": 1}
+    with exclusively(postgres_database) as connection:  # and once more, up to what is there
+        assert partitions.adopt(connection, THE_DAY) == []
+        assert holding(connection) == {"model_call_20231114": 4, "model_call_19700101": 1}
+
+
+@pytest.mark.parametrize("months", [(9, 10), (10,)])
+def test_the_days_of_the_default_partition_end_where_others_begin(postgres_database, chain_maker, months):
+    """Of two months with none else, and of a month between the partitions of others."""
+    others = [month for month in (9, 11) if month not in months]
+    with exclusively(postgres_database) as connection:
+        for month in others:
+            assert partitions.make(connection, partitions.missing(connection, day(2024, month), "month", 0)) == []
+    with write(postgres_database) as connection:
+        log.append(connection, [event for month in months for event in one_call(chain_maker, day(2024, month, 30))])
+    with exclusively(postgres_database) as connection:
+        assert partitions.adopt(connection, datetime.now(UTC)) == []
+        assert holding(connection) == {f"model_call_2024{months[0]:02}30": len(months)}
+        (own,) = [each for each in partitions.listed(connection) if each.name in holding(connection)]
+        assert own.high == day(2024, 10, 31)
+        assert partitions.make(connection, partitions.missing(connection, day(2024, 10), "month", 1)) == []
+
+
+def test_events_of_a_time_to_come_stay(postgres_database, chain_maker):
+    """A partition up to then would keep those of all the years between."""
+    with write(postgres_database) as connection:
+        log.append(connection, [*one_call(chain_maker, THE_DAY), *one_call(chain_maker, day(9999, 12, 31))])
+    with exclusively(postgres_database) as connection:
+        (stays,) = partitions.adopt(connection, THE_DAY)
+        assert "of 2023-11-14 to 9999-12-31, and that is a time to come" in stays.why
+        assert holding(connection) == {"model_call_default": 2}
 
 
 def test_events_on_both_sides_of_a_partition_stay_where_they_are(postgres_database, chain_maker):
@@ -142,8 +177,9 @@ def test_events_on_both_sides_of_a_partition_stay_where_they_are(postgres_databa
     with write(postgres_database) as connection:
         log.append(connection, [*chain_maker(), stray.model_copy(update={"root_id": stray.call_id})])
     with exclusively(postgres_database) as connection:
-        (held,) = partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0), adopt=True)
+        (held,) = partitions.adopt(connection, THE_DAY)
     assert "model_call_20231001 lies among them" in held.why
+    assert "`turnlog db drop-partition model_call_default` lets them go" in held.why
     with read(postgres_database) as connection:
         assert holding(connection) == {"model_call_default": 4}
 
@@ -153,7 +189,7 @@ def test_a_partition_is_dropped_by_name_with_all_in_it_and_no_other(postgres_dat
         partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0))
     with write(postgres_database) as connection:
         log.append(connection, chain_maker())
-    for name in ("model_call_default", "rollout", "model_call_20990101"):
+    for name in ("rollout", "model_call_20990101"):
         with (
             pytest.raises(UnknownPartition, match=r"choose from .*model_call_20231101"),
             exclusively(postgres_database) as connection,
@@ -166,6 +202,45 @@ def test_a_partition_is_dropped_by_name_with_all_in_it_and_no_other(postgres_dat
         assert holding(connection) == {}
         assert "20231101" not in names(connection) + names(connection, "call_intent")
         assert "20231101" in names(connection, "call_end")
+
+
+def test_the_default_partition_is_followed_by_an_empty_one(postgres_database, chain_maker):
+    chain = chain_maker()
+    with write(postgres_database) as connection:
+        log.append(connection, chain)
+    with exclusively(postgres_database) as connection:
+        partitions.drop(connection, ["model_call_default"])
+        connection.commit()
+        assert holding(connection) == {}
+        assert partitions.unguarded(connection) == set()
+    with read(postgres_database) as connection:
+        found = compared(connection, schema.model_call)
+    assert found.missing == found.dropped == [(1, 3)]
+    with write(postgres_database) as connection:
+        log.append(connection, chain_maker([(5, 5)], rollout_id="r2"))
+    with read(postgres_database) as connection:
+        assert holding(connection) == {"model_call_default": 1}
+        assert connection.scalar(select(schema.model_call.c.sequence)) == 4
+
+
+def test_partitions_with_events_of_one_call_go_together_whatever_their_bounds_are(postgres_database, chain_maker):
+    """Such as intents in the default partition of a time for which calls have one."""
+    (intent, end, *_), (admitted, call) = events(chain_maker), one_call(chain_maker, THE_DAY, admitted=True)
+    with write(postgres_database) as connection:
+        log.append(connection, [intent, end, admitted])
+    with exclusively(postgres_database) as connection:
+        partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0))
+    with write(postgres_database) as connection:
+        log.append(connection, [call])
+    with exclusively(postgres_database) as connection:
+        assert holding(connection) == {"model_call_20231101": 1}
+        found = {each.name for each in partitions.together(connection, "model_call_20231101")}
+        assert found == {
+            *("model_call_20231101", "call_end_20231101", "call_media_20231101"),
+            *("call_intent_default", "call_end_default", "call_media_default", "model_call_default"),
+        }
+        with pytest.raises(UnknownPartition, match="call_intent_default"):
+            partitions.together(connection, "call_intent_default")
 
 
 def test_partitions_are_made_while_calls_are_written(postgres_database, chain_maker):
@@ -189,6 +264,18 @@ def test_a_reader_that_holds_the_default_partition_makes_it_give_up_in_time(post
             partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0))
     with exclusively(postgres_database) as connection:
         assert partitions.make(connection, partitions.missing(connection, NOVEMBER, "month", 0)) == []
+
+
+def one_call(chain_maker, at: datetime, *, admitted: bool = False) -> list[Event]:
+    """A call of a time, of a rollout of its own; with its intent when that is asked for."""
+    name = f"of-{at:%Y-%m-%d}"
+    (made,) = chain_maker([(5, 5)], rollout_id=name)
+    call_id = uuid7(int(at.timestamp() * 1000), bytes(10))
+    call = made.model_copy(update={"call_id": call_id, "root_id": call_id})
+    intent = CallAdmitted(
+        call_id=call_id, rollout_id=name, decision="root", reason="first_call", parent_id=None, worker="w", at=1
+    )
+    return [intent, call] if admitted else [call]
 
 
 def events(chain_maker) -> list[object]:

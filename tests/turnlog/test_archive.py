@@ -52,3 +52,27 @@ def test_what_cannot_be_done_ends_in_one_line(filled: Path, run: Run) -> None:
     dropped = run("db", "drop-partition", "model_call_20261101", "--archive", "nowhere")
     assert dropped.returncode == 1
     assert "docs/archive.md" in dropped.stderr
+
+
+@pytest.mark.postgres
+def test_a_log_whose_owner_made_no_partitions_sheds_what_is_sealed(
+    postgres_url: str, chain_maker: Any, run: Run
+) -> None:
+    database = open_database(postgres_url)
+    with write(database) as connection:
+        log.append(connection, [RolloutOpened(rollout_id="r1", opened_at=1), *chain_maker()])
+    at = ("--db", postgres_url)
+    assert run("archive", "--before", "2030-01-01", "--to", "sealed", *at).returncode == 0
+    dropped = run("db", "drop-partition", "model_call_default", "--archive", "sealed", *at)
+    assert dropped.stdout.startswith("dropped model_call_default, "), dropped.stderr
+    assert dropped.stdout.endswith(": 3 events, all in sealed\n")
+    with write(database) as connection:
+        log.append(connection, chain_maker(rollout_id="late"))
+    database.dispose()
+    stays = run("db", "drop-partition", "model_call_default", "--archive", "sealed", *at)
+    assert stays.returncode == 1
+    assert "model_call_default stays: 3 of its 3 events, such as 4, are not in archive 'sealed'" in stays.stderr
+    adopted = run("db", "partition", "--adopt", *at)
+    assert (adopted.returncode, adopted.stdout.split("partitions")[0]) == (0, "made 1 "), adopted.stderr
+    checked = run("db", "check", *at)
+    assert checked.returncode == 0, checked.stderr

@@ -628,7 +628,7 @@ def test_what_left_with_its_partition_is_looked_for_in_the_archive(copies: Copie
         with read(database) as connection:
             period = partitions.time_of(log.calls(connection, KEPT[0])[0].call_id)
         with exclusively(database) as connection:
-            assert not partitions.make(connection, partitions.wanted(period, "month", 0), adopt=True)
+            assert not partitions.adopt(connection, period)
             name = next(
                 each.name
                 for each in partitions.listed(connection)
@@ -652,6 +652,28 @@ def test_what_left_with_its_partition_is_looked_for_in_the_archive(copies: Copie
             connection.execute(text(f"delete from trained_row where sequence = {last}"))
         assert rules_of(audit(database, archive=url)) == set(), "the archive has them"
         assert audit(database, archive="").findings.differences["tally"] == 2
+
+
+@pytest.mark.postgres
+def test_so_is_what_left_with_the_default_partition(copies: Copies, postgres_database: Engine, tmp_path: Path) -> None:
+    url = str(tmp_path / "archive")
+    with exclusively(postgres_database) as connection:  # of an owner who made none ahead
+        partitions.drop(connection, [each.name for each in partitions.listed(connection) if each.low is not None])
+        connection.commit()
+    with copies("small", "sqlite") as source:
+        copy.copy(source, postgres_database)
+    seal(postgres_database, open_archive(url, new=True), before=2**62, name="a")
+    with exclusively(postgres_database) as connection:
+        assert drop_archived(connection, open_archive(url), "model_call_default").events > 50
+        connection.commit()
+    with read(postgres_database) as connection:
+        assert log.calls(connection, KEPT[0]) == []
+    both = audit(postgres_database, archive=url)
+    assert rules_of(both) == set()
+    assert both.findings.notes["archived"] == 0
+    alone = audit(postgres_database, archive="")
+    assert alone.findings.differences["tally"] == 0
+    assert alone.findings.notes["archived"] > 0
 
 
 def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None:

@@ -149,7 +149,7 @@ def rollouts(database: Engine, position: Position, sealed: Sealed | None) -> lis
         tokens = {rollout_id: int(total) for rollout_id, total in found}
     order: dict[str, int] = {}
     if sealed is not None:
-        for place, (rollout_id, (calls, _, _)) in enumerate(sealed.extents(position.calls).items()):
+        for place, (rollout_id, (calls, *_)) in enumerate(sealed.extents(position.calls).items()):
             order[rollout_id] = place
             tokens[rollout_id] = tokens.get(rollout_id) or _TOKENS_A_CALL * calls
     ids = sorted(tokens, key=lambda each: (order.get(each, len(order)), each))
