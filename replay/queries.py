@@ -3,18 +3,21 @@
 Knows the files and the spelling of parameters; does not know what a query means or who runs it.
 Law: SQL lives in files, each statement under `-- name: NAME` and a sentence, and is never built from strings.
 
-Files write parameters as `:tip`; DuckDB wants `$tip`, PostgreSQL's own protocol `$1`, and SQLite and SQLAlchemy take
-them as they are. They open a parameter that is a JSON array as `json_each(:only)`, a table of `value`, as SQLite does.
+Files write parameters as `:tip`; DuckDB wants `$tip`, ADBC `$1`, and SQLite and SQLAlchemy take them as they
+are. They look into a parameter that is a JSON array as SQLite does: `in (select value from json_each(:only))`.
 
 >>> "$max_depth" in query("chain")
 True
 >>> numbered("select :low, :high, :low").text
 'select $1, $2, $1'
+>>> spelled("select :low, :name", {"low": 1, "name": "it's"})
+"select 1, E'it''s'"
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -26,7 +29,9 @@ from store.statements import named
 Dialect = Literal["duckdb", "sqlalchemy", "sqlite", "postgresql"]
 
 _PARAMETER = re.compile(r"(?<![:\w]):(\w+)")  # not the second colon of a cast
-_ARRAY = re.compile(r"json_each\((:\w+)\)")
+_ARRAY = re.compile(r"\bin \(select (.+?) from json_each\((:\w+)\)\)")
+_AS_ARRAY = r"= any(array(select \1 from json_array_elements_text(cast(\2 as json)) as listed(value)))"
+"""One walk along an index for the whole list; as a join PostgreSQL probes once a value, in any order, and sorts."""
 
 
 def query(name: str, dialect: Dialect = "duckdb") -> str:
@@ -35,7 +40,7 @@ def query(name: str, dialect: Dialect = "duckdb") -> str:
     if name not in known:
         raise UnknownQuery(name, known)
     if dialect == "postgresql":
-        return _ARRAY.sub(r"json_array_elements_text(cast(\1 as json)) as listed(value)", known[name])
+        return _ARRAY.sub(_AS_ARRAY, known[name])
     return _PARAMETER.sub(r"$\1", known[name]) if dialect == "duckdb" else known[name]
 
 
@@ -52,6 +57,20 @@ def numbered(text: str) -> Numbered:
     """Number the parameters in the order in which they first appear."""
     names = tuple(dict.fromkeys(_PARAMETER.findall(text)))
     return Numbered(text=_PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", text), names=names)
+
+
+def spelled(text: str, values: Mapping[str, int | str]) -> str:
+    """The query with its values in place, for PostgreSQL, which streams (by COPY) what has no parameters.
+
+    A backslash or a quote in a value is one, whatever the server takes plain strings for.
+    """
+    return _PARAMETER.sub(lambda found: _literal(values[found[1]]), text)
+
+
+def _literal(value: int | str) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return "E'" + value.replace("\\", "\\\\").replace("'", "''") + "'"
 
 
 @cache

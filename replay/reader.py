@@ -30,7 +30,7 @@ import pyarrow as pa
 from sqlalchemy import URL, Engine, make_url
 
 from replay.archive import archive_url, open_archive
-from replay.queries import numbered, query
+from replay.queries import numbered, query, spelled
 from replay.sealed import Sealed
 from store.database import read, shown_url
 from store.errors import LogUnavailable
@@ -205,10 +205,13 @@ class _ArrowReader:
             yield Payloads(sequence.to_pylist(), codec.to_pylist(), _views(token_ids), _views(logprobs))
 
     def _ask(self, name: str, parameters: Mapping[str, Value], lines: int) -> Iterator[pa.RecordBatch]:
-        asked = numbered(query(name, self._dialect))
+        text = query(name, self._dialect)
         if self._dialect == "sqlite":
+            asked = numbered(text)
             self._cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(lines)})
-        self._cursor.execute(asked.text, tuple(parameters[each] for each in asked.names) or None)
+            self._cursor.execute(asked.text, tuple(parameters[each] for each in asked.names) or None)
+        else:
+            self._cursor.execute(spelled(text, parameters))
         return iter(self._cursor.fetch_record_batch())
 
 

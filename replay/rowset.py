@@ -210,11 +210,13 @@ def _making(
         found = source.contents(reader, position, rollouts)
         at_once = _CALLS_AT_ONCE
         if pool is not None:
-            share = -(-int(found.calls.sum()) // pool.processes)
-            if tokens is not None:  # a part that is one block keeps no process waiting for the turn of its next one
+            if tokens is not None:
+                at_once = max(1, min(at_once, tokens // source.tokens_a_call(reader)))
+                # What a process makes while another one has its turn: its blocks wait, none of them for a later part.
                 tokens //= 1 + AHEAD
-                share = min(share, tokens // source.tokens_a_call(reader))
-            at_once = max(1, min(at_once, share))
+            calls = int(found.calls.sum())
+            turns = -(-calls // (at_once * pool.processes))  # as many for each process
+            at_once = max(1, -(-calls // (max(1, turns) * pool.processes)))
         request = Request(
             url=url,
             archive=archive,

@@ -47,7 +47,9 @@ _OUTCOMES = pa.schema(
 )
 _WHOLE = 2**62
 _DENSE = 4
-"""A stretch of the log is read whole when it holds at most so many calls for each wanted one."""
+"""Narrow columns of a stretch of the log are read whole when it holds at most so many calls for each wanted one."""
+_SOLID = 1.25
+"""The same for arrays."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 _NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
 
@@ -264,6 +266,6 @@ def _logged_payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
     if not len(sequences):
         return iter(())
     low, high = int(sequences[0]), int(sequences[-1])
-    if high - low < _DENSE * len(sequences):
+    if high - low < _SOLID * len(sequences):
         return reader.payloads("payloads_between", low=low, high=high)
     return reader.payloads("payloads_at", only=hashing.canonical_json(sequences.tolist()).decode())

@@ -29,7 +29,7 @@ def test_every_query_has_a_name_and_a_sentence() -> None:
 def test_an_array_is_opened_in_the_words_of_the_database() -> None:
     assert "select value from json_each(:only)" in query("calls_of", "sqlite")
     asked = query("calls_of", "postgresql")
-    assert "select value from json_array_elements_text(cast(:only as json)) as listed(value)" in asked
+    assert "rollout_id = any(array(select value from json_array_elements_text(cast(:only as json)) " in asked
 
 
 def test_parameters_are_numbered_where_they_first_appear() -> None:
