@@ -2,8 +2,8 @@
 
 Rollouts of `calls` calls whose context is rewritten once, in the middle; the events of 256 live rollouts interleave.
 Token ids are drawn from a text-like distribution (slices of a corpus with Zipf's frequencies and repeated phrases),
-chain hashes and lengths are right, and all is written through the drivers, past the checks of `store.log`, since two
-million events would take half an hour. Event digests are random: replay puts them into row ids and checks them nowhere.
+chain hashes, lengths and digests are right, and all is written through the drivers, past the checks of `store.log`,
+since two million events would take half an hour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psycopg
 from sqlalchemy import Engine
 
 from store import codec, hashing, schema
-from store.events import uuid7
+from store.events import CallCompleted, ItemTrace, RolloutOpened, uuid7
 
 LIVE = 256
 ROOT, DELTA, SAMPLED = 2500, 550, 165
@@ -51,6 +51,12 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
     text = corpus()
     writer = uuid7(0, b"benchmarks")
     blank = hashing.render_hash({"benchmark": True})
+    traces = {
+        "request_items": (ItemTrace(role="tool_result", digest=blank),),
+        "answer_items": (ItemTrace(role="message", digest=blank),),
+        "answer_item_ids": (),
+    }
+    names = sorted({*CallCompleted.model_fields}.difference(("kind", "token_ids", "logprobs")))
     spans = {n: f'[{{"end":{n},"policy_version":{n % 7},"start":0}}]' for n in range(4 * SAMPLED + 8)}
     live = [_Rollout(number) for number in range(min(LIVE, shape.rollouts))]
     begun = len(live)
@@ -60,14 +66,14 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
         if not len(draws):
             draws = dice.random((10_000, 4))
             draw = iter(draws.tolist())
-            noise = dice.bytes(len(draws) * 74)
+            noise = dice.bytes(len(draws) * 42)
             scores = (-dice.exponential(0.5, 1 << 20)).astype("<f4")
         one = next(draw, None)
         if one is None:
             draws = draws[:0]
             continue
         which = int(one[0] * len(live))
-        random = noise[count % 10_000 * 74 :][:74]
+        random = noise[count % 10_000 * 42 :][:42]
         rollout = live[which]
         cut = rollout.done % -(-shape.calls // (shape.rewrites + 1)) == 0
         size = int((ROOT if cut else DELTA) * shape.scale * (0.7 + 0.6 * one[1])) + 2
@@ -116,7 +122,7 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
             "writer_seq": count,
             "started_at": count,
             "completed_at": count + 1,
-            "digest": random[42:],
+            "digest": b"",
             "evidence": "{}",
             "sampling": '{"temperature":1.0}',
             "hints": "{}",
@@ -128,6 +134,10 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
             "token_ids": packed.data,
             "logprobs": scores[start % 1_000_000 :][:sampled].tobytes(),
         }
+        written = {"policy_spans": spans[sampled], "evidence": "{}", "sampling": '{"temperature":1.0}', "hints": "{}"}
+        texts = written | hashing.json_texts(values | traces, [name for name in names if name not in written])
+        texts = {name: texts[name] for name in names}
+        values["digest"] = hashing.event_digest("call_completed", texts, raw, values["logprobs"])
         yield tuple(values[name] for name in COLUMNS)
         rollout.parent, rollout.root, rollout.depth, rollout.chain_hash = call_id, root, depth, chain_hash
         rollout.length, rollout.done = prev_len + size, rollout.done + 1
@@ -199,4 +209,5 @@ def _type(column: Any) -> str:
 
 
 def _openings(shape: Shape) -> Iterator[tuple[str, str, int, bytes]]:
-    return ((f"r{n:06}", f"g{n // 8}", n, hashing.render_hash(n)) for n in range(shape.rollouts))
+    opened = (RolloutOpened(rollout_id=f"r{n:06}", group_id=f"g{n // 8}", opened_at=n) for n in range(shape.rollouts))
+    return ((each.rollout_id, str(each.group_id), each.opened_at, each.digest()) for each in opened)

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sqlalchemy import BigInteger, Double, LargeBinary, SmallInteger, Table, Text
 
 from replay.errors import ArchiveDamaged, ArchiveUnavailable, SealTaken
-from store import schema
+from store import hashing, schema
 from store.database import shown_url
 from store.settled import Position
 
@@ -52,13 +52,16 @@ class SealedFile(BaseModel):
     high: int
     size: int
     sha256: str
+    chained: bool = False
+    """Of calls: whether each one's chain hash was derived from its tokens and its parent's, in the file too."""
 
 
 class Seal(BaseModel):
     """What one run sealed: the manifest that makes its files part of the archive."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
+    """1 says nothing of chains and has no digest of its own."""
     number: int
     revision: str
     """Of the schema that its tables have."""
@@ -70,6 +73,20 @@ class Seal(BaseModel):
     events: Mapping[str, int]
     """How many, by table."""
     files: tuple[SealedFile, ...]
+    digest: str | None = None
+    """In hex, of all that it says beside; given by `Archive.add`."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it says what it said when it was written."""
+        if self.version == 1:
+            return self.digest is None and not any(file.chained for file in self.files)
+        return self.digest == self.derived()
+
+    def derived(self) -> str:
+        """Its digest."""
+        said = self.model_dump(mode="json", exclude={"digest"})
+        return hashing.tagged_digest("seal", hashing.canonical_json(said)).hex()
 
 
 class Archive:
@@ -131,7 +148,8 @@ class Archive:
 
     def add(self, seal: Seal) -> None:
         """Write the seal: from here on its files belong to the archive. Raises SealTaken when its number is taken."""
-        self._write(_seal_path(seal.number), seal.model_dump_json(indent=1).encode(), once=True)
+        whole = seal.model_copy(update={"digest": seal.derived()})
+        self._write(_seal_path(seal.number), whole.model_dump_json(indent=1).encode(), once=True)
 
     def _seals(self) -> list[Seal]:
         folder = self._at("seals")
@@ -142,13 +160,16 @@ class Archive:
             raise ArchiveUnavailable(self.url, _cause(error)) from error
         found: list[Seal] = []
         for name, text in texts.items():
+            path = f"seals/{name.rpartition('/')[2]}"
             try:
-                found.append(Seal.model_validate_json(text))
+                seal = Seal.model_validate_json(text)
             except ValidationError as error:
-                path = f"seals/{name.rpartition('/')[2]}"
                 raise ArchiveDamaged(
                     self.url, path, f"is no seal of this release ({error.errors()[0]['msg']})"
                 ) from error
+            if not seal.whole:
+                raise ArchiveDamaged(self.url, path, "does not say what it said when it was written")
+            found.append(seal)
         if [seal.number for seal in found] != [*range(1, len(found) + 1)]:
             numbers = ", ".join(str(seal.number) for seal in found)
             raise ArchiveDamaged(self.url, "seals", f"has the seals {numbers}, which are not all since the first")

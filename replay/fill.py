@@ -2,7 +2,8 @@
 
 Knows how a call's arrays are placed into rows, and what must hold for them; does not know databases or how chains were
 found. Law: a row holds its chain's deltas end to end, unshifted and unpadded, and no token that was not verified: each
-call's chain hash is derived again from its tokens on top of its parent's. One bad call refuses its whole rollout.
+call's chain hash is derived again from its tokens on top of its parent's, or was before its seal was written, and the
+file is the one that was sealed. One bad call refuses its whole rollout.
 
 Arrays come in the order of the log, each is read once, decoded once, and copied into every row that it is part of.
 """
@@ -22,6 +23,7 @@ from replay.chain import Chains, Refusal, refusal
 from replay.media import MediaSource, faults
 from replay.piece import Flags, Ints
 from replay.reader import Bytes, Payloads
+from replay.sealed import Proven
 from store import codec, hashing
 from store.errors import DamagedArray, UnknownCodec
 
@@ -55,38 +57,33 @@ def sequences(chains: Chains) -> Ints:
     return np.sort(chains.piece.ints("sequence")[np.unique(chains.call)])
 
 
-def fill(chains: Chains, payloads: Iterable[Payloads], media: MediaSource | None = None) -> Filled:
+def fill(
+    chains: Chains, payloads: Iterable[Payloads], media: MediaSource | None = None, proven: Proven | None = None
+) -> Filled:
     """Place the arrays of every call into the rows.
 
     Args:
         chains: checked.
         payloads: in batches, by ascending sequence; those of other calls are passed over.
         media: where what the calls show lies; None for rows that are not looked at beyond their tokens.
+        proven: the arrays of the calls of these chains line by line, where seals prove their chain hashes. Payloads are
+            not read then, unless an array has another length than its call says.
     """
     piece = chains.piece
     offset = np.append(0, np.cumsum(chains.length))
     row = np.repeat(np.arange(len(chains.carried)), np.diff(chains.start))
     sampled = offset[row] + piece.ints("prompt_len")[chains.call]  # [L] where a call's sampled tokens go
-    calls, line = np.unique(chains.call, return_inverse=True)
-    by_sequence = np.argsort(piece.ints("sequence")[calls])
-    calls, line = calls[by_sequence], np.argsort(by_sequence)[line].tolist()
-    arrays = _verified(chains, calls, payloads)
-    gaps = (4 * (piece.ints("prompt_len") - piece.ints("prev_len"))[chains.call]).tolist()
-    nothing = memoryview(bytes(max(gaps, default=0)))
-    logprobs = np.frombuffer(
-        b"".join([part for at, gap in zip(line, gaps, strict=True) for part in (nothing[:gap], arrays.logprobs[at])]),
-        "<f4",
-    )
-    why = arrays.why
+    arrays = _sealed(chains, proven) or _verified(chains, payloads)
+    logprobs, why = arrays.logprobs, arrays.why
     if not np.isfinite(logprobs).all():
         for at in np.unique(np.searchsorted(sampled, np.flatnonzero(~np.isfinite(logprobs)), side="right") - 1):
             why.setdefault(int(chains.call[at]), _NOT_FINITE)
     if media is not None and piece.media is not None:
-        why = {**faults(piece.media, calls, media), **why}
+        why = {**faults(piece.media, np.unique(chains.call), media), **why}
     filled = Filled(
         chains=chains,
         offset=offset,
-        token_ids=np.frombuffer(b"".join([arrays.token_ids[at] for at in line]), "<i4"),
+        token_ids=arrays.token_ids,
         loss_mask=_mask(chains),
         logprobs=logprobs,
         refused=(),
@@ -99,17 +96,30 @@ _NOT_FINITE = ("logprob_not_finite", "a sampled token has no finite log-probabil
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Arrays:
-    """The arrays of some calls as bytes, of the lengths that the calls say."""
+    """The arrays of the rows, end to end."""
 
-    token_ids: list[Bytes]
-    logprobs: list[Bytes]
+    token_ids: npt.NDArray[np.int32]  # [T]
+    logprobs: npt.NDArray[np.float32]  # [T]
     why: dict[int, tuple[str, str]]
     """Reason and detail by the place of a call that does not hold; its arrays are zeros."""
 
 
-def _verified(chains: Chains, calls: Ints, payloads: Iterable[Payloads]) -> _Arrays:
-    """Decode the arrays of these calls, in their order, which is that of their sequences, and verify them."""
+def _sealed(chains: Chains, proven: Proven | None) -> _Arrays | None:
+    """The arrays that seals prove; None where there are none, or where one has not the length that its call says."""
+    if proven is None:
+        return None
+    size, sampled = chains.piece.delta_len[chains.call], chains.piece.ints("sampled_len")[chains.call]
+    if not (np.array_equal(proven.token_ids.length, size) and np.array_equal(proven.logprobs.length, sampled)):
+        return None
+    return _Arrays(token_ids=proven.token_ids.joined(), logprobs=proven.logprobs.joined(gaps=size - sampled), why={})
+
+
+def _verified(chains: Chains, payloads: Iterable[Payloads]) -> _Arrays:
+    """The arrays that payloads hold, each decoded and verified once, in the order of the log."""
     piece = chains.piece
+    calls, line = np.unique(chains.call, return_inverse=True)
+    by_sequence = np.argsort(piece.ints("sequence")[calls])
+    calls, line = calls[by_sequence], np.argsort(by_sequence)[line].tolist()
     stored = _stored(piece.ints("sequence")[calls].tolist(), payloads)
     size, count = ((4 * each[calls]).tolist() for each in (piece.delta_len, piece.ints("sampled_len")))
     taken = pa.array(calls)
@@ -130,7 +140,14 @@ def _verified(chains: Chains, calls: Ints, payloads: Iterable[Payloads]) -> _Arr
             faults[at] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
     for at in faults:
         token_ids[at], logprobs[at] = bytes(size[at]), bytes(count[at])
-    return _Arrays(token_ids=token_ids, logprobs=logprobs, why={int(calls[at]): fault for at, fault in faults.items()})
+    gaps = (4 * (piece.ints("prompt_len") - piece.ints("prev_len"))[chains.call]).tolist()
+    nothing = memoryview(bytes(max(gaps, default=0)))
+    scores = [part for at, gap in zip(line, gaps, strict=True) for part in (nothing[:gap], logprobs[at])]
+    return _Arrays(
+        token_ids=np.frombuffer(b"".join([token_ids[at] for at in line]), "<i4"),
+        logprobs=np.frombuffer(b"".join(scores), "<f4"),
+        why={int(calls[at]): fault for at, fault in faults.items()},
+    )
 
 
 def _decoded(stored: Payloads) -> tuple[list[Bytes], dict[int, tuple[str, str]]]:

@@ -88,7 +88,8 @@ def make(reader: Reader, request: Request) -> Iterator[Made]:
                 yield outline([chains])
             else:
                 for each in fill.cut(chains, tokens=request.tokens):
-                    filled = fill.fill(each, source.payloads(reader, fill.sequences(each)), request.media)
+                    stored, proven = source.payloads(reader, fill.sequences(each)), source.proven(reader, each)
+                    filled = fill.fill(each, stored, request.media, proven)
                     refused += filled.refused
                     yield Block.of(filled)
             yield _counts(piece, selected, refused)

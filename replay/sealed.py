@@ -2,7 +2,7 @@
 
 Knows an archive's files and where each call lies in them; does not know the log, nor how both are read as one
 (`replay.source`). Law: arrays come from files whose hash is that of their seal, so that what was proven when it was
-sealed is what is read.
+sealed is what is read; `proven` gives arrays of which that includes the chain hash (decision 0034).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replay.archive import Archive
-
-Ints = npt.NDArray[np.int64]
+from replay.stretches import Ints, Stretches
 
 _WHERE = pa.schema({"rollout_id": pa.string(), "sequence": pa.int64()})
 _ARRAYS = pa.schema({"sequence": pa.int64(), "token_ids": pa.binary(), "logprobs": pa.binary()})
@@ -38,6 +37,14 @@ class Block:
     token_edges: npt.NDArray[np.int32]  # [N + 1] line n has the bytes from edge n to edge n + 1
     logprobs: npt.NDArray[np.uint8]
     logprob_edges: npt.NDArray[np.int32]  # [N + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Proven:
+    """The arrays of some calls, whose tokens gave their chain hashes when they were sealed."""
+
+    token_ids: Stretches
+    logprobs: Stretches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +96,18 @@ class Sealed:
             counts = pc.and_(counts, pc.is_in(found["rollout_id"], pa.array(only, pa.string())))
         return found.filter(counts).select(columns.names)
 
-    def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int]]:
-        """Of each rollout that has sealed calls up to a sequence: how many, the lowest, the highest."""
+    def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, int]]:
+        """Of each rollout that has sealed calls up to a sequence: how many, the lowest, the highest, its first file."""
         where = self._where
-        found: dict[str, tuple[int, int, int]] = {}
+        found: dict[str, tuple[int, int, int, int]] = {}
         for rollout_id in where.stretches if only is None else only:
             parts = [self._sequences(each) for each in where.stretches.get(rollout_id, ())]
             if parts:
                 sequence = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 sequence = sequence[sequence <= until]
                 if len(sequence):
-                    found[rollout_id] = (len(sequence), int(sequence.min()), int(sequence.max()))
+                    file = where.stretches[rollout_id][0].file
+                    found[rollout_id] = (len(sequence), int(sequence.min()), int(sequence.max()), file)
         return found
 
     def calls(self, rollouts: Sequence[str], columns: pa.Schema, until: int) -> pa.Table:
@@ -142,6 +150,25 @@ class Sealed:
                 token_ids[at] = tokens[low:high]
                 logprobs[at] = scores[score_low:score_high]
         return token_ids, logprobs
+
+    def proven(self, sequences: Ints) -> Proven | None:
+        """The same of calls in any order, each as often as it is named; None unless the seals prove all of them.
+
+        A call that is not sealed, or whose file was sealed without its chain hashes, is not proven.
+        """
+        places = self._places(sequences)
+        if not len(places) or places.min() < 0:
+            return None
+        file_of = np.searchsorted(self._where.first, places, side="right") - 1
+        files = np.unique(file_of)
+        if not all(self._files[file].chained for file in files):
+            return None
+        blocks = [self.block(file) for file in files.tolist()]
+        array = np.searchsorted(files, file_of).astype(np.int32)
+        lines = places - self._where.first[file_of]
+        tokens = _stretches([(block.token_ids, block.token_edges) for block in blocks], "<i4", array, lines)
+        scores = _stretches([(block.logprobs, block.logprob_edges) for block in blocks], "<f4", array, lines)
+        return None if tokens is None or scores is None else Proven(token_ids=tokens, logprobs=scores)
 
     def block(self, file: int) -> Block:
         """The arrays of a file, which is proven to be the one that was sealed."""
@@ -195,6 +222,23 @@ class Sealed:
         at = np.searchsorted(where.sequence, sequences, sorter=where.ascending)
         place = where.ascending[np.minimum(at, len(where.ascending) - 1)]
         return np.where(where.sequence[place] == sequences, place, -1)
+
+
+def _stretches(
+    blocks: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]],
+    kind: str,
+    array: npt.NDArray[np.int32],
+    lines: Ints,
+) -> Stretches | None:
+    """Where these lines of some blocks lie, in values; None when one of them holds a part of a value."""
+    start, length = np.zeros((2, len(lines)), np.int64)
+    for number, (_, edges) in enumerate(blocks):
+        mine = np.flatnonzero(array == number)
+        start[mine], length[mine] = edges[lines[mine]], edges[lines[mine] + 1] - edges[lines[mine]]
+    if ((start | length) % 4).any():
+        return None
+    arrays = [data[: len(data) // 4 * 4].view(kind) for data, _ in blocks]
+    return Stretches(arrays=arrays, array=array, start=start // 4, length=length // 4)
 
 
 def _end_to_end(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:

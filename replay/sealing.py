@@ -2,7 +2,7 @@
 
 Knows which rollouts are finished and how their events become files; does not know how an archive is read for rows.
 Law: sealing adds and never rewrites, and a seal is written when every file was read back, has the hash that the seal
-says, and gives every event's digest again.
+says, and gives every event's digest again. What it says of chain hashes was derived from the file read back too.
 
 A rollout is *finished* before a time when its opening and each of its intents, calls, ends and outcomes is older, and
 every call that was admitted is completed or ended. An outcome is not asked for: what nobody scored by then is kept too.
@@ -29,7 +29,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 from replay.archive import Archive, Seal, SealedFile, columns_of, parquet, typed
 from replay.errors import ArchiveDamaged, OtherLog
 from replay.queries import query
-from store import codec, migrate, schema
+from store import codec, hashing, migrate, schema
 from store.columns import PLACES, Place, event_of
 from store.database import read, read_one
 from store.schema import CanonicalJson, Id
@@ -141,7 +141,8 @@ def seal(
 def verify(archive: Archive, file: SealedFile) -> pa.Table:
     """Read a file, prove its hash and derive the digest of every event in it; returns its sequences and digests.
 
-    Raises ArchiveDamaged.
+    Where its seal says that the chain hashes of its calls were derived, they are derived again too. Raises
+    ArchiveDamaged.
     """
     place = next(place for place in PLACES if place.table.name == file.table)
     found = archive.lines(file, columns_of(place.table), archive.whole(file))
@@ -150,7 +151,24 @@ def verify(archive: Archive, file: SealedFile) -> pa.Table:
             raise ArchiveDamaged(
                 archive.url, file.path, f"holds {file.table} {row['sequence']}, which does not give its digest again"
             )
+    if file.chained and not chained(found):
+        raise ArchiveDamaged(archive.url, file.path, "holds a call whose tokens do not give its chain hash")
     return typed(found, _ID)
+
+
+def chained(calls: pa.Table) -> bool:
+    """Whether each call's tokens give its chain hash on top of its parent's, which is among these calls too."""
+    call_id, parent_id = (_plain(calls[name].combine_chunks()) for name in ("call_id", "parent_id"))
+    parent = pc.index_in(parent_id, call_id, skip_nulls=True)
+    if parent.null_count != parent_id.null_count:
+        return False
+    own = calls["chain_hash"].combine_chunks()
+    return all(
+        hashing.chain_hash(above, raw) == derived
+        for above, raw, derived in zip(
+            own.take(parent).to_pylist(), calls["token_ids"].to_pylist(), own.to_pylist(), strict=True
+        )
+    )
 
 
 def rows_of(table: Table, lines: pa.Table) -> Iterator[dict[str, object]]:
@@ -287,6 +305,7 @@ def _write(archive: Archive, place: Place, lines: pa.Table, path: str) -> Sealed
         high=int(sequence.max()),
         size=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
+        chained=place.table is schema.model_call and chained(lines),
     )
     archive.write(path, data)
     if not verify(archive, file).equals(typed(lines, _ID)):

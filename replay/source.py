@@ -20,10 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue, TypeAdapter
 
+from replay.chain import Chains
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.media import MEDIA
 from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
 from replay.reader import Payloads, Reader
+from replay.sealed import Proven
 from store import codec, hashing
 
 _EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
@@ -50,6 +52,8 @@ _DENSE = 4
 """Narrow columns of a stretch of the log are read whole when it holds at most so many calls for each wanted one."""
 _SOLID = 1.25
 """The same for arrays."""
+_PART_OF_FILES = 2_000
+"""Sealed calls of a part, at least: where rollouts of many files lie among each other."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 _NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
 
@@ -104,6 +108,8 @@ class Contents:
     low: Ints  # [rollouts]
     """Sequence of its first call in the log; 0 when it has none."""
     high: Ints  # [rollouts]
+    file: Ints  # [rollouts]
+    """Which file of the archive holds its calls, or the first of them; -1 when none is sealed."""
 
     @property
     def calls(self) -> Ints:
@@ -111,9 +117,10 @@ class Contents:
         return np.maximum(self.logged, self.sealed)
 
     def cut(self, *, calls: int) -> list[Contents]:
-        """In parts of about so many calls, each with its rollouts whole; at least one part."""
-        begun = np.cumsum(self.calls) - self.calls
-        edges = [0, *(np.flatnonzero(np.diff(begun // calls)) + 1).tolist(), len(self.rollouts)]
+        """In parts of about so many calls, each with its rollouts whole; at least one part.
+
+        What is sealed is cut where its files end, since a file is read whole: one that lies in two parts is read twice.
+        """
         return [
             Contents(
                 rollouts=self.rollouts[start:end],
@@ -121,9 +128,22 @@ class Contents:
                 sealed=self.sealed[start:end],
                 low=self.low[start:end],
                 high=self.high[start:end],
+                file=self.file[start:end],
             )
-            for start, end in pairwise(edges)
+            for start, end in pairwise(self._edges(calls))
         ]
+
+    def _edges(self, calls: int) -> list[int]:
+        begun = np.cumsum(self.calls) - self.calls
+        if (self.file < 0).all():
+            return [0, *(np.flatnonzero(np.diff(begun // calls)) + 1).tolist(), len(self.rollouts)]
+        changes = np.append(np.flatnonzero(np.diff(self.file)) + 1, len(self.file))
+        edges = [0]
+        while (start := edges[-1]) < len(self.file):
+            least = calls if self.file[start] < 0 else min(calls, _PART_OF_FILES)
+            end = max(start + 1, int(np.searchsorted(begun, begun[start] + least)))
+            edges.append(end if self.file[end - 1] < 0 else int(changes[np.searchsorted(changes, end)]))
+        return edges
 
 
 def contents(reader: Reader, position: Position, only: Sequence[str] | None = None) -> Contents:
@@ -177,7 +197,7 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
     nowhere = {"calls": 0, "low": 0, "high": 0}
     found = [extents.get(each.rollout_id, nowhere) for each in rollouts]
     calls, low, high = (np.array([line[name] for line in found], np.int64) for name in nowhere)
-    held = np.array([sealed.get(each.rollout_id, (0, 0, 0)) for each in rollouts], np.int64).reshape(-1, 3)
+    held = np.array([sealed.get(each.rollout_id, (0, 0, 0, -1)) for each in rollouts], np.int64).reshape(-1, 4)
     return Contents(
         rollouts=tuple(rollouts),
         # A seal has all calls of its rollouts up to the position that it was made at, so what it lacks is newer.
@@ -185,6 +205,7 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
         sealed=held[:, 0],
         low=low,
         high=high,
+        file=held[:, 3],
     )
 
 
@@ -236,6 +257,13 @@ def _logged(
         return reader.table(f"{name}_between", schema, low=low, high=high)
     listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
     return reader.table(f"{name}_of", schema, only=listed, calls=position.calls)
+
+
+def proven(reader: Reader, chains: Chains) -> Proven | None:
+    """The arrays of the calls of these chains, line by line, where seals prove them all."""
+    if reader.sealed is None:
+        return None
+    return reader.sealed.proven(chains.piece.ints("sequence")[chains.call])
 
 
 def payloads(reader: Reader, sequences: Ints) -> Iterator[Payloads]:
