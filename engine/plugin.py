@@ -118,7 +118,7 @@ def _journal(database: Engine, settings: Settings, worker: str) -> Journal:
     file = database.url.database if database.dialect.name == "sqlite" else None
     folder = default_folder(file) if settings.spool is None else Path(settings.spool)
     if settings.on_log_failure == "spool":
-        spool = Spool(folder, worker)
+        spool = Spool(folder, worker, limit=settings.spool_limit)
         spool.take_over(database)
         return Journal(database, worker=worker, spool=spool, watcher=metrics.of_process())
     if left_over(folder, worker):

@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError
 
 from engine.errors import EngineMismatch
 from store.database import Durability
 from store.events import ReasoningPolicy
+from store.spool import LIMIT
 
 LogFailure = Literal["refuse", "spool"]
 _TOKEN = re.compile(r"[!-~]{16,}")
@@ -50,6 +51,11 @@ class Settings(BaseModel):
     )
     spool: str | None = Field(
         default=None, description="TURNLOG_SPOOL: folder; default turnlog.spool beside the SQLite file, or here"
+    )
+    spool_limit: ByteSize = Field(
+        default=ByteSize(LIMIT),
+        ge=1 << 20,
+        description="TURNLOG_SPOOL_LIMIT: of a worker, 1MiB or more, such as 500MB or 16GiB; default 4GiB",
     )
     durability: Durability = Field(
         default="full",

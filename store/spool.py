@@ -36,7 +36,7 @@ from store.events import CallAdmitted, Event
 logger = logging.getLogger("turnlog")
 
 LIMIT = 4 << 30
-"""Bytes of a spool beyond which calls are refused."""
+"""Bytes of a spool beyond which calls are refused, when nobody says."""
 _FOR_CALLS_IN_FLIGHT = 0.1
 """Share of the limit that new calls leave to those that were admitted before."""
 _FRAME = struct.Struct("<4sII")
@@ -111,7 +111,10 @@ class Spool:
         limit = int(self.limit * (1 - _FOR_CALLS_IN_FLIGHT)) if new_calls else self.limit
         with self._lock:
             if self._end + len(data) > limit:
-                raise LogUnavailable("spool an event", f"{str(self.path)!r} holds {self._end} of {self.limit} bytes")
+                raise LogUnavailable(
+                    "spool an event",
+                    f"{str(self.path)!r} holds {self._end} of {self.limit} bytes, which TURNLOG_SPOOL_LIMIT says",
+                )
             try:
                 written = 0
                 while written < len(data):

@@ -153,7 +153,7 @@ def serve(
         Literal["refuse", "spool"] | None,
         typer.Option(
             help="While the log is away: answer 503 (refuse, the default), or serve and keep events in a file of "
-            "$TURNLOG_SPOOL until it is back (spool)."
+            "$TURNLOG_SPOOL until it is back (spool), up to $TURNLOG_SPOOL_LIMIT (4GiB)."
         ),
     ] = None,
     durability: Annotated[

@@ -161,11 +161,23 @@ def test_the_rust_frontend_is_refused(sqlite_database: Engine, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("TURNLOG_REASONING", "sometimes"), ("TURNLOG_REQUIRE_OPEN", "perhaps")]
+    ("variable", "value"),
+    [
+        ("TURNLOG_REASONING", "sometimes"),
+        ("TURNLOG_REQUIRE_OPEN", "perhaps"),
+        ("TURNLOG_SPOOL_LIMIT", "plenty"),
+        ("TURNLOG_SPOOL_LIMIT", "-1GiB"),
+        ("TURNLOG_SPOOL_LIMIT", "4"),
+    ],
 )
 def test_a_bad_setting_is_named_with_its_value(variable: str, value: str) -> None:
     with pytest.raises(EngineMismatch, match=rf"{variable}.*{value}"):
         Settings.from_environment({variable: value})
+
+
+def test_a_limit_is_a_size_as_people_write_it() -> None:
+    sizes = {"500MB": 500_000_000, "1.5GiB": 3 << 29, "2097152": 2 << 20, "": 4 << 30}
+    assert {size: Settings.from_environment({"TURNLOG_SPOOL_LIMIT": size}).spool_limit for size in sizes} == sizes
 
 
 def test_an_unset_or_empty_variable_is_the_default() -> None:

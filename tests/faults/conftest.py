@@ -28,7 +28,7 @@ from engine.worker import Worker
 from store import migrate
 from store.database import database_url, open_database, write
 from store.media import open_media
-from store.spool import Spool
+from store.spool import LIMIT, Spool
 
 START, END = 256, 257
 """Control tokens of a tokenizer that has a token for each byte, and these two."""
@@ -174,8 +174,10 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
     """Start a worker on a database: `serve(database, "spool")`. Those still running at the end are closed."""
     running: list[SmallServer] = []
 
-    def start(database: Engine, on_log_failure: str = "refuse", *, patience: float = PATIENCE) -> SmallServer:
-        spool = Spool(tmp_path / "spool", "w") if on_log_failure == "spool" else None
+    def start(
+        database: Engine, on_log_failure: str = "refuse", *, patience: float = PATIENCE, limit: int = LIMIT
+    ) -> SmallServer:
+        spool = Spool(tmp_path / "spool", "w", limit=limit) if on_log_failure == "spool" else None
         if spool is not None:
             spool.take_over(database)
         running.append(SmallServer(database, spool=spool, patience=patience))

@@ -131,6 +131,24 @@ def test_away_at_the_commit_spool(
     assert (child.parent_id, child.reason) == (root.call_id, "answer_echoed")
 
 
+def test_a_full_spool_refuses_until_the_database_is_back(
+    serve: Any, postgres_database: Engine, outage: Any, said_by: Any, until: Any
+):
+    server = serve(postgres_database, "spool", limit=30_000)
+    asked = went_on(QUESTION, said_by(server.ask(QUESTION)))
+    outage.begin()
+    answered = 1
+    while (answer := said_by(response := server.ask(asked))) is not None:
+        asked = went_on(asked, answer)
+        answered += 1
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert server.engine.generations == answered > 2  # what was refused cost no token
+    outage.end()
+    until(lambda: not server.journal.writer.spooling)
+    assert said_by(server.ask(asked)) == f"answer {answered + 1}"
+    assert len(calls_of(postgres_database)) == answered + 1
+
+
 def test_a_worker_that_is_killed_with_a_full_spool_hands_it_over_when_it_starts_again(
     serve: Any, postgres_database: Engine, outage: Any, said_by: Any
 ):
