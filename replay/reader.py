@@ -32,7 +32,7 @@ from sqlalchemy import URL, Engine, make_url
 from replay.archive import archive_url, open_archive
 from replay.queries import numbered, query, spelled
 from replay.sealed import Sealed
-from store.database import read, shown_url
+from store.database import BUSY_SECONDS, read, shown_url
 from store.errors import LogUnavailable
 from store.settled import Ask, settled_by
 
@@ -42,7 +42,6 @@ _ALL = 2**30
 """Lines that ADBC makes a batch of: it gives a column of SQLite the type of its values in the first one."""
 _LARGE = 256
 """The same for arrays, of which a batch has at most 2 GB: calls of a million tokens each are 1."""
-_BUSY_MS = 30_000
 
 _REACHED = ("calls", "outcomes", "rollouts", "trained")
 """The parts of what is settled that rows or their choice depend on."""
@@ -95,8 +94,7 @@ def open_reader(database: Engine, archive: str | None = None) -> Generator[Reade
 
     An empty `archive` is a log alone. Raises LogUnavailable, ArchiveUnavailable and ArchiveDamaged.
     """
-    url = archive_url(archive)
-    sealed = None if url is None else Sealed(open_archive(url))
+    sealed = _sealed(archive)
     if database.dialect.name == "sqlite":
         with read(database) as connection:
             try:
@@ -114,17 +112,22 @@ def open_reader_apart(url: str, archive: str | None, snapshot: str | None) -> Ge
 
     SQLite is read through ADBC then, in a quarter of the time. Raises what `open_reader` raises.
     """
-    parsed, place = make_url(url), archive_url(archive)
-    sealed = None if place is None else Sealed(open_archive(place))
+    parsed, sealed = make_url(url), _sealed(archive)
     if parsed.get_backend_name() == "postgresql":
         with _postgres(parsed, sealed, snapshot) as reader:
             yield reader
         return
     file = f"file:{quote(parsed.database or '')}?mode=ro"
     with _told(), adbc_driver_sqlite.dbapi.connect(file) as connection, connection.cursor() as cursor:
-        cursor.execute(f"pragma busy_timeout = {_BUSY_MS}")
+        cursor.execute(f"pragma busy_timeout = {BUSY_SECONDS * 1000}")
         reached = _reached(partial(_one, cursor), "sqlite")
         yield _ArrowReader(cursor, "sqlite", reached, sealed)
+
+
+def _sealed(archive: str | None) -> Sealed | None:
+    """The archive at this place, else at $TURNLOG_ARCHIVE; None for a log alone."""
+    url = archive_url(archive)
+    return None if url is None else Sealed(open_archive(url))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ _WRITE = "turnlog_write"
 _USED = "turnlog_used"
 _REST_SECONDS = 1.0
 """How long a connection to PostgreSQL may rest before it is asked whether it still is one."""
-_BUSY_SECONDS = 30
+BUSY_SECONDS = 30
 """How long SQLite waits for another process's write transaction; they last milliseconds."""
 _TURN_SECONDS = 5
 """How long a write to SQLite waits for those that came before it; then it asks SQLite like anybody else."""
@@ -134,7 +134,7 @@ def _open_sqlite(url: URL, durability: Durability) -> Engine:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise LogUnavailable("open the log", f"folder {str(folder)!r} of the SQLite file does not exist: create it")
-    database = create_engine(url, connect_args={"timeout": _BUSY_SECONDS, "isolation_level": None})
+    database = create_engine(url, connect_args={"timeout": BUSY_SECONDS, "isolation_level": None})
     synchronous = f"pragma synchronous = {'full' if durability == 'full' else 'normal'}"
     event.listen(database, "connect", _prepare_sqlite)
     event.listen(database, "connect", lambda connection, _: connection.execute(synchronous))
@@ -147,7 +147,7 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
     connection.execute(
         "pragma page_size = 16384"
     )  # before the first table; checkpoints stall 25 times less than at 4096
-    give_up = time.monotonic() + _BUSY_SECONDS
+    give_up = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             connection.execute("pragma journal_mode = wal")
@@ -198,7 +198,7 @@ def write(database: Engine) -> Generator[Connection]:
     appending them again is safe. Writers of one SQLite file take turns.
     """
     here = database.dialect.name == "sqlite"
-    queue = turn(Path(f"{database.url.database}-turn"), min(_TURN_SECONDS, _BUSY_SECONDS)) if here else nullcontext()
+    queue = turn(Path(f"{database.url.database}-turn"), min(_TURN_SECONDS, BUSY_SECONDS)) if here else nullcontext()
     with queue, _unavailable("write to the log", database), database.connect() as connection:
         connection = connection.execution_options(**{_WRITE: True})
         with connection.begin():

@@ -260,7 +260,7 @@ def test_a_lock_that_a_backup_holds(
     sqlite_url: str, serve: Any, said_by: Any, until: Any, monkeypatch: pytest.MonkeyPatch, lock_held: Any,
     on_log_failure: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("store.database._BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("store.database.BUSY_SECONDS", 0.1)
     database = open_database(sqlite_url)
     migrate.upgrade(database)
     question = [{"role": "user", "content": "Hi"}]
