@@ -10,6 +10,7 @@ leaves nothing of it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -45,8 +46,13 @@ from store.events import (
 _E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, MediaShown, RolloutScored)
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
-_COPIED, _COPIED_FROM = (CallAdmitted, CallCompleted, CallEnded), 4
+_COPIED, _COPIED_FROM = (RolloutOpened, CallAdmitted, CallCompleted, CallEnded), 4
 """Events that are new but for a lost acknowledgement, and from how many on COPY saves more than it asks."""
+_OPEN = {
+    "postgresql": "select rollout_id from rollout where rollout_id = any(%s)",
+    "sqlite": "select rollout_id from rollout where rollout_id in (select value from json_each(?))",
+}
+"""Which of these rollouts are open; by the driver, for SQLAlchemy takes 1.3 ms to write a list of 16 into a query."""
 _CALL_NAMED = re.compile(r"\bcall ([0-9a-f-]{36})\b")
 """How a trigger of PostgreSQL names the call that it refuses."""
 _NOTHING: Mapping[UUID, Tip] = MappingProxyType({})
@@ -273,7 +279,7 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event], prepar
     On PostgreSQL another transaction may insert the same id meanwhile: the insert waits for it.
     """
     if place.event is RolloutOpened:
-        batch = _unopened(connection, place, batch)
+        batch = _unopened(connection, cast("Sequence[RolloutOpened]", batch))
     if not batch:
         return
     statement = _statement(place.table, connection.dialect.name)
@@ -347,17 +353,25 @@ def _statement(table: Table, database: str) -> _Statement:
     )
 
 
-def _unopened(connection: Connection, place: Place, batch: Sequence[Event]) -> list[Event]:
+def _unopened(connection: Connection, batch: Sequence[RolloutOpened]) -> list[RolloutOpened]:
     """The openings without those that say nothing but the id of a rollout that is open by then."""
-    implicit = [event for event in batch if isinstance(event, RolloutOpened) and event.implicit]
-    opened = {*_digests(connection, place, implicit)} if implicit else set[Key]()
-    new: list[Event] = []
+    implicit = {event.rollout_id for event in batch if event.implicit}
+    opened = _open(connection, sorted(implicit)) if implicit else set()
+    new: list[RolloutOpened] = []
     for event in batch:
-        key = place.key_of(event)
-        if not (isinstance(event, RolloutOpened) and event.implicit and key in opened):
+        if not (event.rollout_id in opened and event.implicit):
             new.append(event)
-        opened.add(key)
+        opened.add(event.rollout_id)
     return new
+
+
+def _open(connection: Connection, rollouts: list[str]) -> set[str]:
+    """Those of the rollouts that are open."""
+    database = connection.dialect.name
+    asked: Any = rollouts if database == "postgresql" else json.dumps(rollouts)
+    with closing(connection.connection.cursor()) as cursor:
+        cursor.execute(_OPEN[database], (asked,))
+        return {rollout_id for (rollout_id,) in cursor.fetchall()}
 
 
 def _refused(connection: Connection, place: Place, batch: Sequence[Event], why: str) -> EventConflict:
