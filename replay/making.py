@@ -6,9 +6,11 @@ are. Law: what a part gives is a pure function of the request, whichever process
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import duckdb
@@ -78,8 +80,7 @@ def make_apart(request: Request) -> Iterator[Made]:
 
 def make(reader: Reader, request: Request) -> Iterator[Made]:
     """Of each part its rows in blocks, or its outline as one table; and after these its counts."""
-    # One thread: the recursive query has a round for each call of a chain, in which threads would wait for each other.
-    with duckdb.connect(":memory:", config={"threads": 1}) as engine:
+    with _engine(os.getpid()).cursor() as engine:
         for part in request.parts:
             piece = source.piece(reader, part, request.position, answers=request.selection.reads_answers)
             selected = select(request.selection, piece)
@@ -93,6 +94,15 @@ def make(reader: Reader, request: Request) -> Iterator[Made]:
                     refused += filled.refused
                     yield Block.of(filled)
             yield _counts(piece, selected, refused)
+
+
+@cache
+def _engine(process: int) -> duckdb.DuckDBPyConnection:  # noqa: ARG001  # each process has its own, also after a fork
+    """For the recursive query; kept, since to start one takes as long as to walk a thousand calls.
+
+    One thread: the query has a round for each call of a chain, in which threads would wait for each other.
+    """
+    return duckdb.connect(":memory:", config={"threads": 1})
 
 
 def _chains(piece: Piece, selected: Selected, engine: duckdb.DuckDBPyConnection) -> tuple[Chains, list[Refusal]]:
