@@ -11,6 +11,8 @@ kept. Rows come out the same way each time: tokens, mask and log-probabilities e
   side* is the same with a pool of one process a core, started before.
 - *joined* is the fastest way that `notes` found for the source, with nothing checked: ordered by (root, depth) in the
   database, decoded, joined. Its rows are the same where no chain branches.
+- *sealed* is turnlog on the archive of the same log (`replay.sealing.seal`), *joined* there what its files give when
+  they are read whole in chain order: arrays end to end, nothing checked.
 - *exported* reads the rows that `turnlog rows --out` wrote, zstd-compressed Parquet in chain order.
 - *copied* copies the same bytes in memory, *read* reads the database file from end to end.
 - *full prompts* is the earlier design: each call kept with its whole prompt, rows found by comparing prefixes.
@@ -23,6 +25,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sqlite3
 import statistics
 import subprocess
@@ -41,10 +44,12 @@ from sqlalchemy import Engine, text
 from synthetic_log import Shape, fill_both, fill_sqlite
 
 from replay import walk
+from replay.archive import open_archive
 from replay.export import stream_parquet
 from replay.piece import Flags, Piece
 from replay.pool import Pool
 from replay.rowset import build, outlined, stream
+from replay.sealing import seal
 from replay.selection import Selection
 from store import codec, migrate
 from store.database import open_database, read
@@ -85,7 +90,7 @@ def main() -> None:
             figures.setdefault("rows", {})[name] = {"rollouts": shape.rollouts, "repeats": asked.repeats, **measured}
             keep(figures)
             for each in Path(folder).iterdir():
-                each.unlink()
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
         if asked.only in "storage":
             figures["storage"] = [storage(Path(folder), turns, asked.repeats) for turns in (5, 20, 100, 500)]
     keep(figures)
@@ -107,12 +112,25 @@ def measure(name: str, shape: Shape, file: Path, urls: dict[str, str], repeats: 
     print(f"{name}: logs made in {time.perf_counter() - began:.0f} s", flush=True)
     database = open_database(urls["sqlite"])
     stream_parquet(stream(database), file.with_suffix(".parquet"), Selection())
+    began = time.perf_counter()
+    seal(database, open_archive(archive_of(file), new=True), before=2**62, name="bench")
+    print(f"{name}: sealed in {time.perf_counter() - began:.0f} s", flush=True)
     database.dispose()
+    unlogged = file.with_name("unlogged.db")  # a log of which nothing is left but its archive
+    urls["sealed"] = f"sqlite:///{unlogged}"
+    empty = open_database(urls["sealed"])
+    migrate.upgrade(empty)
+    empty.dispose()
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(repeats):
-        for dialect, url in urls.items():
+        for source, url in urls.items():
             for variant in ("turnlog", "side by side", "joined", "outline", "batch", "batch, side by side"):
-                found.setdefault(f"{dialect} {variant}", []).append(run(variant, url, str(file)))
+                if source == "sealed":
+                    if "batch" in variant:
+                        continue
+                    os.environ["TURNLOG_ARCHIVE"] = archive_of(file)
+                found.setdefault(f"{source} {variant}", []).append(run(variant, url, str(file)))
+                os.environ.pop("TURNLOG_ARCHIVE", None)
         for variant in ("exported", "copied", "read"):
             found.setdefault(variant, []).append(run(variant, urls["sqlite"], str(file)))
     table = {
@@ -141,7 +159,7 @@ def child(variant: str, url: str, other: str) -> None:
         "turnlog": by_turnlog,
         "side by side": by_processes,
         "batch, side by side": batch_by_processes,
-        "joined": joined_sqlite if database.dialect.name == "sqlite" else joined_postgres,
+        "joined": joined(database),
         "outline": by_outline,
         "batch": random_batch,
         "exported": exported,
@@ -152,6 +170,18 @@ def child(variant: str, url: str, other: str) -> None:
     cpu = sum(os.times()[:4])
     found = reading(database, other)
     print(json.dumps({**found, "cpu_s": sum(os.times()[:4]) - cpu, "peak_mb": peak_of("self")}))
+
+
+def archive_of(file: Path | str) -> str:
+    """Where the log of a file is sealed."""
+    return str(Path(file).with_suffix(".archive"))
+
+
+def joined(database: Engine) -> Callable[[Engine, str], dict[str, float]]:
+    """The fastest way to read what the child is asked to read."""
+    if "TURNLOG_ARCHIVE" in os.environ:
+        return joined_sealed
+    return joined_sqlite if database.dialect.name == "sqlite" else joined_postgres
 
 
 def peak_of(process: str) -> float:
@@ -276,6 +306,28 @@ def joined_postgres(database: Engine, _: str) -> dict[str, float]:
                 yield from zip(*(column.to_pylist() for column in columns), strict=True)
 
         return _joined(began, lines())
+
+
+def joined_sealed(_: Engine, other: str) -> dict[str, float]:
+    """Files read whole, one after the other, in chain order, which is how they lie; nothing checked."""
+    began = time.perf_counter()
+    rows = tokens = trained = 0
+    names = ["root_id", "prev_len", "prompt_len", "sampled_len", "token_ids", "logprobs"]
+    for file in sorted(Path(archive_of(other)).glob("model_call/*/*.parquet")):
+        lines = pq.read_table(file, columns=names, use_threads=False)
+        before = lines["prompt_len"].to_numpy() - lines["prev_len"].to_numpy()
+        sampled = lines["sampled_len"].to_numpy()
+        token_ids, scores = (
+            np.concatenate([np.frombuffer(chunk.buffers()[2], kind) for chunk in lines[name].chunks])
+            for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
+        )
+        mask = np.repeat(np.tile([False, True], len(sampled)), np.stack([before, sampled], axis=1).ravel())
+        logprobs = np.zeros(len(token_ids), "<f4")
+        logprobs[np.arange(len(scores)) + np.repeat(np.cumsum(before), sampled)] = scores
+        rows += int(np.count_nonzero(lines["prev_len"].to_numpy() == 0))
+        tokens += len(token_ids)
+        trained += int(np.count_nonzero(mask))
+    return rates(time.perf_counter() - began, rows, tokens, trained)
 
 
 def _joined(began: float, lines: Iterator[Any]) -> dict[str, float]:

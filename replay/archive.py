@@ -127,7 +127,7 @@ class Archive:
         """
         try:
             opened_as = self._opened(file) if whole is None else pa.BufferReader(whole)
-            with pq.ParquetFile(opened_as, page_checksum_verification=True) as opened:
+            with pq.ParquetFile(opened_as, page_checksum_verification=whole is None) as opened:
                 there = [name for name in columns.names if name in opened.schema_arrow.names]
                 found = opened.read(there)
         except FileNotFoundError as error:

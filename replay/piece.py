@@ -175,9 +175,10 @@ class Piece:
     def spans(self) -> Spans:
         """The policy spans of all calls, in their order."""
         text = self.column("policy_spans")
-        single = pc.extract_regex(text, _ONE_SPAN)
-        end = pc.struct_field(single, "end").cast(pa.int64())
-        version = pc.struct_field(single, "version").cast(pa.int64())
+        each = text.dictionary_encode()  # few texts are said again and again
+        single = pc.extract_regex(each.dictionary, _ONE_SPAN)
+        single = single.take(each.indices)
+        end, version = (pc.struct_field(single, name).cast(pa.int64()) for name in ("end", "version"))
         several = np.flatnonzero(flags(pc.is_null(single)))
         at = np.delete(np.arange(len(text)), several)
         parts = [np.stack([at, np.zeros_like(at), end.drop_null().to_numpy(), version.drop_null().to_numpy()])]

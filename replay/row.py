@@ -94,11 +94,12 @@ class Row:
 def row_ids(chains: Chains) -> list[str]:
     """The id of each chain's row: the digests of its calls stand for their whole content, tokens included."""
     piece = chains.piece
-    digests = piece.column("digest").take(pa.array(chains.call)).to_pylist()
-    edges = chains.start.tolist()
+    _, ends, digests = piece.column("digest").take(pa.array(chains.call)).buffers()
+    edges = np.frombuffer(ends, np.int32)[chains.start].tolist() if len(chains.call) else [0]
+    end_to_end = memoryview(digests) if digests is not None else memoryview(b"")
     return [
         hashing.tagged_digest(
-            "row", piece.rollouts[rollout].rollout_id.encode(), b"".join(digests[low:high]), carried.to_bytes(8, "big")
+            "row", piece.rollouts[rollout].rollout_id.encode(), end_to_end[low:high], carried.to_bytes(8, "big")
         ).hex()[:32]
         for rollout, low, high, carried in zip(
             chains.rollout.tolist(), edges[:-1], edges[1:], chains.carried.tolist(), strict=True
@@ -138,7 +139,7 @@ class Block:
             row_ids=row_ids(chains),
             rollout=chains.rollout.tolist(),
             starts=starts,
-            calls=b"".join(piece.column("call_id").take(pa.array(chains.call)).to_pylist()),
+            calls=bytes(piece.column("call_id").take(pa.array(chains.call)).buffers()[1])[: 16 * len(chains.call)],
             numbers=piece.number[chains.call].tolist(),
             offset=filled.offset.tolist(),
             token_ids=filled.token_ids,
