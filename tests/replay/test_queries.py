@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from replay.errors import UnknownQuery
-from replay.queries import numbered, query
+from replay.queries import numbered, query, spelled
 
 
 def test_parameters_are_spelled_for_the_database() -> None:
@@ -35,6 +35,11 @@ def test_an_array_is_opened_in_the_words_of_the_database() -> None:
 def test_parameters_are_numbered_where_they_first_appear() -> None:
     asked = numbered("select :low, x::text, :high, :low")
     assert (asked.text, asked.names) == ("select $1, x::text, $2, $1", ("low", "high"))
+
+
+def test_values_are_spelled_so_that_none_ends_early() -> None:
+    text = spelled("select :name, x::text, :high", {"name": "a\\' or ':high", "high": 2**40})
+    assert text == "select E'a\\\\'' or '':high', x::text, 1099511627776"
 
 
 def test_the_chain_query_places_by_position_even_when_duckdb_may_shuffle() -> None:
