@@ -247,14 +247,15 @@ def by_outline(database: Engine, _: str) -> dict[str, float]:
 
 
 def exported(_: Engine, other: str) -> dict[str, float]:
-    """The rows that `turnlog rows --out` wrote, read with pyarrow a few thousand at a time."""
+    """The rows that `turnlog rows --out` wrote, read with pyarrow, a row group at a time and a column a thread."""
     began = time.perf_counter()
     rows = tokens = trained = 0
     names = ["row_id", "token_ids", "loss_mask", "logprobs"]
     with pq.ParquetFile(Path(other).with_suffix(".parquet")) as file:
-        for batch in file.iter_batches(batch_size=2000, columns=names):
-            rows += batch.num_rows
-            arrays = [batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in names[1:]]
+        for group in range(file.num_row_groups):
+            lines = file.read_row_group(group, columns=names)
+            rows += lines.num_rows
+            arrays = [lines[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names[1:]]
             tokens += len(arrays[0])
             trained += int(np.count_nonzero(arrays[1]))
     return rates(time.perf_counter() - began, rows, tokens, trained)
