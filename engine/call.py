@@ -52,7 +52,6 @@ class Call:
     async def admit(self, admission: Admission) -> None:
         """Make the intent durable. Raises LogDown."""
         self.admission = admission
-        self.journal.arrived(self)
         try:
             await self.journal.open_and_append(self.rollout_id, capture.intents(admission))
         except LogDown:
@@ -88,7 +87,6 @@ class Call:
             for event in events
         }
         self.ended = True  # from here on a cancelled caller changes nothing: the commit goes on by itself
-        self.journal.arrived(self)
         try:
             await self.journal.append([*events, *chain.from_iterable(shown.values())])
         except EngineError:

@@ -85,7 +85,6 @@ class Gateway:
         client = _Client(receive, body if served is request else json.dumps(served).encode())
         answer = _Answer(send, call, dialect, client, streamed=bool(request.get("stream")))
         token = CURRENT.set(call)
-        self._journal.expect(call)
         try:
             with tracing.call(scope["headers"], rollout_id) as headers:
                 await self._app({**scope, "headers": headers}, client.receive, answer.send)
@@ -95,7 +94,6 @@ class Gateway:
             raise
         finally:
             CURRENT.reset(token)
-            self._journal.arrived(call)
             if client.gone:
                 call.end("abandoned", CLIENT_LEFT)
             else:

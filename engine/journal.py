@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO, TypeVar
 from uuid import UUID
 
@@ -28,7 +27,6 @@ from engine.capture import Writer
 from engine.clock import Clock
 from engine.errors import LogDown
 from engine.remembered import Remembered
-from engine.together import Together
 from engine.tracing import traced
 from store import lineage, log, recovery
 from store.database import claim_sqlite, read, read_one
@@ -101,7 +99,6 @@ class Journal:
         self._writer_id = self.new_id()
         self._writer_seq = 0
         self._claim: BinaryIO | None = None
-        self._together = Together()
         self._asked: list[_Asked] = []
         self._open: set[str] = set()
         self._openings: dict[str, int] = {}
@@ -226,46 +223,23 @@ class Journal:
 
     @traced("turnlog.commit")
     async def append(self, events: Sequence[Event]) -> None:
-        """Append the events in one transaction; returns when they are durable. Raises LogDown.
-
-        They wait a moment for those of calls that are `expect`ed. A caller that is cancelled stops nothing.
-        """
-        submitted: asyncio.Future[Future[None]] = asyncio.get_running_loop().create_future()
-        self._together.hold(partial(self._submit, events, submitted))
+        """Append the events in one transaction; returns when they are durable. Raises LogDown."""
+        # A task begins with the event loop's next turn. So what is ready in one turn makes one commit, which calls
+        # leave side by side: none of them could go on before the turn's end. A caller that is cancelled stops none.
         try:
-            await asyncio.wrap_future(await submitted)
+            await asyncio.shield(asyncio.create_task(self._submit(events)))
         except LogError as error:
             raise LogDown(str(error)) from error
 
-    def _submit(self, events: Sequence[Event], submitted: asyncio.Future[Future[None]]) -> None:
-        def is_submitted(durable: Future[None]) -> None:
-            if submitted.done():  # its caller was cancelled, and nobody else will look
-                durable.add_done_callback(_report)
-            else:
-                submitted.set_result(durable)
-
-        try:
-            durable = self.writer.submit_now(events)
-        except LogError as error:
-            durable = Future()
-            durable.set_exception(error)
-        if durable is not None:
-            is_submitted(durable)
-        else:  # the queue is full: this call waits for room, and the event loop goes on
-            waits = submitted.get_loop().run_in_executor(self._for_room, self.writer.submit, events)
-            waits.add_done_callback(lambda _: is_submitted(waits.result()))
-
-    def expect(self, who: object) -> None:
-        """A call will append within milliseconds, and what others append until then waits a moment for it."""
-        self._together.expect(who)
-
-    def arrived(self, who: object) -> None:
-        """What was expected of a call comes now, or will not come."""
-        self._together.arrived(who)
+    async def _submit(self, events: Sequence[Event]) -> None:
+        durable = self.writer.submit_now(events)
+        if durable is None:  # the queue is full: this call waits for room, and the event loop goes on
+            waits = asyncio.get_running_loop().run_in_executor(self._for_room, self.writer.submit, events)
+            durable = await waits
+        await asyncio.wrap_future(durable)
 
     def append_later(self, events: Sequence[Event]) -> None:
         """Append without waiting, for a caller that is being cancelled; a failure is logged."""
-        self._together.let_go()  # an intent goes before its end
         try:
             durable = self.writer.submit_now(events)
         except LogError as error:
@@ -322,7 +296,6 @@ class Journal:
 
     def close(self) -> None:
         """Write what is queued, then stop."""
-        self._together.let_go()
         self.writer.close()
         self._readers.shutdown()
         self._for_room.shutdown()

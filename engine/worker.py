@@ -387,8 +387,6 @@ class Worker:
                     self._processed.reached(hashes)
                     hashes = []
                 _collect(call, output, delta=delta)
-                if not call.ended and all(choice.finish_reason for choice in output.outputs):
-                    self._journal.expect(call)  # its answer is on its way
                 yield output
 
 

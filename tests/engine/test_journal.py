@@ -10,7 +10,6 @@ from sqlalchemy import Engine, event
 
 from engine.errors import LogDown
 from engine.journal import Journal
-from engine.together import WAIT
 from store import log
 from store.database import read, write
 from store.events import CallCompleted, RolloutOpened
@@ -79,44 +78,3 @@ def test_events_of_a_caller_that_is_cancelled_become_durable(sqlite_database: En
     in_a_journal(sqlite_database, work)
     with read(sqlite_database) as connection:
         assert [each.rollout_id for each in log.rollouts(connection)] == ["r0", "r1", "r2", "r3"]
-
-
-def test_what_is_appended_waits_for_a_call_that_is_expected_and_goes_with_it_in_one_commit(
-    sqlite_database: Engine,
-) -> None:
-    async def work(journal: Journal) -> None:
-        first, second = object(), object()
-        journal.expect(first)
-        journal.expect(second)
-        journal.arrived(first)
-        waits = asyncio.create_task(journal.append([opening(0)]))
-        await asyncio.sleep(0.002)
-        assert journal.writer.counters.commits == 0
-        journal.arrived(second)
-        await asyncio.gather(waits, journal.append([opening(1)]))
-        assert journal.writer.counters.commits == 1
-
-    in_a_journal(sqlite_database, work)
-
-
-def test_nobody_waits_long_for_a_call_that_does_not_come(sqlite_database: Engine) -> None:
-    async def work(journal: Journal) -> None:
-        journal.expect(missing := object())
-        await asyncio.wait_for(journal.append([opening(0)]), 100 * WAIT)
-        journal.arrived(missing)
-        await journal.append([opening(1)])
-
-    in_a_journal(sqlite_database, work)
-
-
-def test_the_end_of_a_call_goes_behind_an_intent_that_waits(sqlite_database: Engine) -> None:
-    async def work(journal: Journal) -> None:
-        journal.expect(object())
-        waits = asyncio.create_task(journal.append([opening(0)]))
-        await asyncio.sleep(0)
-        journal.append_later([opening(1)])
-        await waits
-
-    in_a_journal(sqlite_database, work)
-    with read(sqlite_database) as connection:
-        assert [each.rollout_id for each in log.rollouts(connection)] == ["r0", "r1"]
