@@ -639,12 +639,7 @@ def test_what_left_with_its_partition_is_looked_for_in_the_archive(copies: Copie
             dropped = drop_archived(connection, open_archive(url), name)
             connection.commit()
         assert dropped.events > 50
-        both = audit(database, archive=url)
-        assert rules_of(both) == set()
-        assert both.findings.notes["archived"] == 0
-        alone = audit(database, archive="")
-        assert alone.findings.differences["tally"] == 0
-        assert alone.findings.notes["archived"] > 0
+        gone_is_archived(database, url)
         with write(database) as connection:
             unguarded(connection)
             last = connection.scalar(text("select max(sequence) from trained_row"))
@@ -652,6 +647,16 @@ def test_what_left_with_its_partition_is_looked_for_in_the_archive(copies: Copie
             connection.execute(text(f"delete from trained_row where sequence = {last}"))
         assert rules_of(audit(database, archive=url)) == set(), "the archive has them"
         assert audit(database, archive="").findings.differences["tally"] == 2
+
+
+def gone_is_archived(database: Engine, archive: str) -> None:
+    """What left the log is no difference: with the archive it is there, and without it the tally says where it went."""
+    both = audit(database, archive=archive)
+    assert rules_of(both) == set()
+    assert both.findings.notes["archived"] == 0
+    alone = audit(database, archive="")
+    assert alone.findings.differences["tally"] == 0
+    assert alone.findings.notes["archived"] > 0
 
 
 @pytest.mark.postgres
@@ -668,12 +673,7 @@ def test_so_is_what_left_with_the_default_partition(copies: Copies, postgres_dat
         connection.commit()
     with read(postgres_database) as connection:
         assert log.calls(connection, KEPT[0]) == []
-    both = audit(postgres_database, archive=url)
-    assert rules_of(both) == set()
-    assert both.findings.notes["archived"] == 0
-    alone = audit(postgres_database, archive="")
-    assert alone.findings.differences["tally"] == 0
-    assert alone.findings.notes["archived"] > 0
+    gone_is_archived(postgres_database, url)
 
 
 def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None:
