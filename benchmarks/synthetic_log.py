@@ -137,7 +137,8 @@ def events(shape: Shape, *, seed: int = 0) -> Iterator[tuple[Any, ...]]:
         written = {"policy_spans": spans[sampled], "evidence": "{}", "sampling": '{"temperature":1.0}', "hints": "{}"}
         texts = written | hashing.json_texts(values | traces, [name for name in names if name not in written])
         texts = {name: texts[name] for name in names}
-        values["digest"] = hashing.event_digest("call_completed", texts, raw, values["logprobs"])
+        tokens = chain_hash if parent is None else raw  # as `CallCompleted.digest` has it
+        values["digest"] = hashing.event_digest("call_completed", texts, tokens, values["logprobs"])
         yield tuple(values[name] for name in COLUMNS)
         rollout.parent, rollout.root, rollout.depth, rollout.chain_hash = call_id, root, depth, chain_hash
         rollout.length, rollout.done = prev_len + size, rollout.done + 1

@@ -149,7 +149,7 @@ def choose(
         return Root(
             reason="ends_with_model_item", evidence={"items": len(items), **difference(len(items) - 1, items, None)}
         )
-    found = [hit for hit in hits if hit.hash_version == hashing.HASH_VERSION and hit.summary_hash in keys.starts]
+    found = [hit for hit in hits if hit.hash_version in hashing.DERIVED and hit.summary_hash in keys.starts]
     if keys.last is None or not found:
         return None
     suffix = keys.last + 1

@@ -156,7 +156,7 @@ _WHY: Sequence[tuple[str, str]] = (
     ),
     ("media_not_captured", "its prompt has {media_count} media, and the log does not hold each of them"),
     ("media_misplaced", "its media do not lie in order in what it adds to the prompt"),
-    ("hash_version", "its hashes have version {hash_version}, this release derives {this_version}"),
+    ("hash_version", "its hashes have version {hash_version}, this release derives up to {this_version}"),
     ("policy_spans", "its policy spans do not cover its {sampled_len} sampled tokens in order"),
     ("nothing_trained", "no token of its chain is trained: sampled none of its own"),
 )
@@ -183,7 +183,7 @@ def _faults(piece: Piece, counts: Flags, call: Ints, position: Ints) -> Ints:
         (column["prev_len"] != parent_len) | (column["prompt_len"] < column["prev_len"]),
         column["media_count"] != _captured(piece, call, position),
         _misplaced(piece)[call],
-        column["hash_version"] != hashing.HASH_VERSION,
+        ~np.isin(column["hash_version"], [*hashing.DERIVED]),
         ~_covered(piece)[call],
     )
     found: Ints = np.select(conditions, range(1, len(_WHY) - 1), 0)

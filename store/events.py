@@ -268,6 +268,21 @@ class CallCompleted(_Event):
     logprobs: bytes
     """float32 little-endian, [sampled_len], natural log of the probability under which each token was sampled"""
 
+    def digest(self) -> bytes:
+        """Digest of the event's whole content; equal digests mean the same event. Derives a root's chain hash."""
+        tokens = hashing.chain_hash(None, self.token_ids) if self._has_own_chain else self.token_ids
+        return hashing.event_digest(self.kind, self.json_texts(), tokens, self.logprobs)
+
+    def digest_with(self, texts: Mapping[str, str]) -> bytes:
+        """The same, by whoever has the event's `json_texts` already, and has checked its chain hash."""
+        tokens = self.chain_hash if self._has_own_chain else self.token_ids
+        return hashing.event_digest(self.kind, texts, tokens, self.logprobs)
+
+    @property
+    def _has_own_chain(self) -> bool:
+        """Whether the chain hash is a digest of this call's tokens alone, and stands for them (docs/decisions/0032)."""
+        return self.parent_id is None and self.hash_version > 1
+
     @property
     def delta_len(self) -> int:
         """Tokens that this call adds to its parent's chain."""

@@ -1,7 +1,7 @@
 """Canonical bytes and every digest of the log, each tagged with its purpose and version.
 
 Knows how values become bytes and bytes become digests; does not know what an item or a chat message is.
-Law: a change of any rule here is a new `HASH_VERSION`, so a digest of another version never matches.
+Law: a change of any rule here is a new `HASH_VERSION`, and digests of a version that is not derived here never match.
 
 A digest is SHA-256 over a domain tag and its length-framed parts, so that no two lists of parts collide:
 
@@ -21,8 +21,13 @@ from uuid import UUID
 
 from pydantic import BaseModel, JsonValue
 
-HASH_VERSION = 1
+HASH_VERSION = 2
 """Version of the canonical form and of every digest below; stored with each call."""
+DERIVED = frozenset((1, HASH_VERSION))
+"""Versions that this release derives. They differ in what the digest of a root's event covers (docs/decisions/0032), so
+calls of both have the same keys and continue each other."""
+_TAGGED = 1
+"""The version in the tags: that of the last rule whose change changes a key."""
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -38,7 +43,7 @@ def canonical_json(value: JsonValue) -> bytes:
 
 
 def tagged_digest(domain: str, *parts: bytes | memoryview) -> bytes:
-    """SHA-256 over `turnlog/<domain>/v<HASH_VERSION>` and the length-framed parts; 32 bytes."""
+    """SHA-256 over `turnlog/<domain>/v1` and the length-framed parts; 32 bytes."""
     return digest_of_parts(domain, parts)
 
 
@@ -57,7 +62,7 @@ def digest_of_parts(domain: str, parts: Iterable[bytes | memoryview]) -> bytes:
 
 @cache
 def _tag(domain: str) -> bytes:
-    return f"turnlog/{domain}/v{HASH_VERSION}".encode() + b"\0"
+    return f"turnlog/{domain}/v{_TAGGED}".encode() + b"\0"
 
 
 def item_digest(canonical_item: bytes) -> bytes:

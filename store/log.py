@@ -236,8 +236,8 @@ def _check(call: CallCompleted, parent: Tip | CallCompleted | None) -> None:
 
 def _misfit(call: CallCompleted, parent: Tip | CallCompleted | None) -> str | None:
     """What is wrong with the call on top of this parent; None when all is right."""
-    if call.hash_version != hashing.HASH_VERSION:
-        return f"has hashes of version {call.hash_version}, this release checks version {hashing.HASH_VERSION}"
+    if call.hash_version not in hashing.DERIVED:
+        return f"has hashes of version {call.hash_version}, this release checks up to version {hashing.HASH_VERSION}"
     if call.summary_hash != hashing.summary_hash(call.request_hash, call.answer_key):
         return "has a summary hash that is not that of its request hash and answer key"
     if call.parent_id is not None:

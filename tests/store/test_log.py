@@ -147,6 +147,30 @@ def test_what_reads_back_gives_the_stored_digest(database, chain_maker):
             assert stored
 
 
+def test_the_digest_of_a_call_covers_its_tokens_in_both_versions_of_the_hashes(database, chain_maker):
+    for version in (1, 2):
+        chain = [call.model_copy(update={"hash_version": version}) for call in chain_maker(rollout_id=f"r{version}")]
+        append(database, *chain)
+        append(database, *chain)  # the same events: nothing is written twice, and nothing conflicts
+        assert stored_calls(database, f"r{version}") == chain
+        for call in chain:
+            changed = call.model_copy(update={"token_ids": call.token_ids[4:] + call.token_ids[:4]})
+            assert changed.digest() != call.digest() == call.digest_with(call.json_texts())
+
+
+def test_the_digest_of_a_root_covers_its_chain_hash_for_its_tokens_since_version_2(chain_maker):
+    root, call = chain_maker([(20, 10), (8, 5)])
+    for each, version, covered in (
+        (root, 1, root.token_ids),
+        (root, 2, hashing.chain_hash(None, root.token_ids)),
+        (call, 1, call.token_ids),
+        (call, 2, call.token_ids),
+    ):
+        of_version = each.model_copy(update={"hash_version": version})
+        derived = hashing.event_digest("call_completed", of_version.json_texts(), covered, each.logprobs)
+        assert of_version.digest() == derived
+
+
 def test_numbers_and_text_at_their_limits_read_back(database, chain_maker):
     (call,) = chain_maker([(3, 0)])
     call = call.model_copy(
@@ -365,7 +389,7 @@ def broken(root: CallCompleted, call: CallCompleted, other: CallCompleted) -> li
         ("does not give its chain hash", {"chain_hash": of_other}),
         ("does not give its chain hash", {"token_ids": shifted}),
         ("has a summary hash", {"summary_hash": root.summary_hash}),
-        ("has hashes of version 2", {"hash_version": 2}),
+        ("has hashes of version 3", {"hash_version": 3}),
     ]
     return [(why, call.model_copy(update=change)) for why, change in changes]
 

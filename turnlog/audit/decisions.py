@@ -72,7 +72,7 @@ def check(rollout_id: str, ordered: Sequence[tuple[int, CallCompleted]], finding
     """Derive every decision of the rollout's completed calls, which come in the order of the log."""
     rollout = _Rollout([sequence for sequence, _ in ordered], [call for _, call in ordered])
     for at, call in enumerate(rollout.calls):
-        if call.hash_version != hashing.HASH_VERSION:
+        if call.hash_version not in hashing.DERIVED:
             findings.note("other_version", name(call))
         elif call.call_id in rollout.cut_off:
             findings.note("unexplained_links", name(call))  # `parent` says what is missing
