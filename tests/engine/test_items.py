@@ -444,7 +444,7 @@ def test_the_canonical_form_does_not_change_without_a_new_version() -> None:
         Item.tool_result("c1", ["ok"], is_error=True),
     ]
     digests = [item.digest for item in items]
-    assert hashing.DERIVED == {1, 2}  # their keys are the same
+    assert {1, 2} == hashing.DERIVED  # their keys are the same
     assert (
         hashing.request_hash(b"", digests).hex() == "255cf7a5e0374ccfca9671c70ae7a8e1f334b779f8676da34bc81bae8d34a05f"
     )
