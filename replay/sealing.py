@@ -144,6 +144,14 @@ def verify(archive: Archive, file: SealedFile) -> pa.Table:
     Where its seal says that the chain hashes of its calls were derived, they are derived again too. Raises
     ArchiveDamaged.
     """
+    found = _read_back(archive, file)
+    if file.chained and not chained(found):
+        raise ArchiveDamaged(archive.url, file.path, "holds a call whose tokens do not give its chain hash")
+    return typed(found, _ID)
+
+
+def _read_back(archive: Archive, file: SealedFile) -> pa.Table:
+    """All lines of a file that has the hash of its seal and in which every event gives its digest again."""
     place = next(place for place in PLACES if place.table.name == file.table)
     found = archive.lines(file, columns_of(place.table), archive.whole(file))
     for row in rows_of(place.table, found):
@@ -151,9 +159,7 @@ def verify(archive: Archive, file: SealedFile) -> pa.Table:
             raise ArchiveDamaged(
                 archive.url, file.path, f"holds {file.table} {row['sequence']}, which does not give its digest again"
             )
-    if file.chained and not chained(found):
-        raise ArchiveDamaged(archive.url, file.path, "holds a call whose tokens do not give its chain hash")
-    return typed(found, _ID)
+    return found
 
 
 def chained(calls: pa.Table) -> bool:
@@ -305,12 +311,12 @@ def _write(archive: Archive, place: Place, lines: pa.Table, path: str) -> Sealed
         high=int(sequence.max()),
         size=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
-        chained=place.table is schema.model_call and chained(lines),
     )
     archive.write(path, data)
-    if not verify(archive, file).equals(typed(lines, _ID)):
+    found = _read_back(archive, file)
+    if not typed(found, _ID).equals(typed(lines, _ID)):
         raise ArchiveDamaged(archive.url, path, "does not hold the events that were written")
-    return file
+    return file.model_copy(update={"chained": place.table is schema.model_call and chained(found)})
 
 
 def _plain(column: pa.Array) -> pa.Array:
