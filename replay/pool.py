@@ -15,6 +15,7 @@ in place.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -146,6 +147,8 @@ def serve(descriptor: int) -> None:
     """Do one job after the other, as a process of a pool, until the pool is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends it
     import_module("replay.making")  # what it will be asked for, while the caller is still looking for work
+    gc.freeze()  # what stays is not looked through again, and what comes, between two results
+    gc.disable()
 
     with socket.socket(fileno=descriptor) as link, suppress(EOFError, ConnectionError):
         while True:
@@ -168,6 +171,8 @@ def _work(link: socket.socket, function: Callable[..., Iterator[Any]], job: tupl
         if number >= AHEAD:
             _receive(link)  # one was taken
         _send(link, _RESULT, result)
+        del result
+        gc.collect()
 
 
 def _told(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any], str]:

@@ -8,7 +8,7 @@ in the connection that is open anyway: a second SQLite library in one process wo
 Where a process has no such connection, `open_reader_apart` reads SQLite through ADBC too.
 
     with open_reader(database) as reader:
-        calls = reader.table("calls_between", schema, low=1, high=1000)
+        calls = reader.table("openings", schema, rollouts=1000)
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ _ALL = 2**30
 _LARGE = 256
 """The same for arrays, of which a batch has at most 2 GB: calls of a million tokens each are 1."""
 
+_MAPPED = 2**40
+"""Bytes of a SQLite file that are read in place rather than copied; SQLite takes as many as it was built for."""
+
 _REACHED = ("calls", "outcomes", "rollouts", "trained")
 """The parts of what is settled that rows or their choice depend on."""
 
@@ -63,20 +66,8 @@ class Reader(Protocol):
     """A snapshot of a log that answers named queries."""
 
     @property
-    def reached(self) -> Mapping[str, int]:
-        """Up to which sequence of `calls`, `outcomes`, `rollouts`, `trained` the snapshot has all there will be."""
-        ...
-
-    @property
     def sealed(self) -> Sealed | None:
         """The archive that is read with the log as one; None for a log alone."""
-        ...
-
-    @property
-    def snapshot(self) -> str | None:
-        """A name by which other processes read the same snapshot while this reader is open; None where a position is
-        all it takes, since no event ever leaves the database.
-        """
         ...
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
@@ -88,8 +79,24 @@ class Reader(Protocol):
         ...
 
 
+class FirstReader(Reader, Protocol):
+    """A snapshot that was just taken, which others may read apart."""
+
+    @property
+    def reached(self) -> Mapping[str, int]:
+        """Up to which sequence of `calls`, `outcomes`, `rollouts`, `trained` the snapshot has all there will be."""
+        ...
+
+    @property
+    def snapshot(self) -> str | None:
+        """A name by which other processes read the same snapshot while this reader is open; None where a position is
+        all it takes, since no event ever leaves the database.
+        """
+        ...
+
+
 @contextmanager
-def open_reader(database: Engine, archive: str | None = None) -> Generator[Reader]:
+def open_reader(database: Engine, archive: str | None = None) -> Generator[FirstReader]:
     """A reader of the log, and of the archive at `archive`, else at $TURNLOG_ARCHIVE, with it.
 
     An empty `archive` is a log alone. Raises LogUnavailable, ArchiveUnavailable and ArchiveDamaged.
@@ -102,8 +109,11 @@ def open_reader(database: Engine, archive: str | None = None) -> Generator[Reade
             except sqlite3.Error as error:
                 raise LogUnavailable("read the log", str(error)) from error
         return
-    with _postgres(database.url, sealed, None) as reader:
-        yield reader
+    with _told(), _connected(database.url) as connection, connection.cursor() as cursor:
+        # What is settled is asked for before the snapshot is taken, so that the snapshot has all of it.
+        reached = _reached(partial(_one, cursor), "postgresql")
+        _begin(connection, cursor)
+        yield _PostgresReader(cursor, sealed, reached)
 
 
 @contextmanager
@@ -114,14 +124,17 @@ def open_reader_apart(url: str, archive: str | None, snapshot: str | None) -> Ge
     """
     parsed, sealed = make_url(url), _sealed(archive)
     if parsed.get_backend_name() == "postgresql":
-        with _postgres(parsed, sealed, snapshot) as reader:
-            yield reader
+        with _told(), _connected(parsed) as connection, connection.cursor() as cursor:
+            _begin(connection, cursor)
+            if snapshot is not None:
+                cursor.execute(f"set transaction snapshot '{snapshot}'")  # takes no parameter
+            yield _ArrowReader(cursor, "postgresql", sealed)
         return
     file = f"file:{quote(parsed.database or '')}?mode=ro"
     with _told(), adbc_driver_sqlite.dbapi.connect(file) as connection, connection.cursor() as cursor:
-        cursor.execute(f"pragma busy_timeout = {BUSY_SECONDS * 1000}")
-        reached = _reached(partial(_one, cursor), "sqlite")
-        yield _ArrowReader(cursor, "sqlite", reached, sealed)
+        _one(cursor, f"pragma busy_timeout = {BUSY_SECONDS * 1000}")
+        _one(cursor, f"pragma mmap_size = {_MAPPED}")
+        yield _ArrowReader(cursor, "sqlite", sealed)
 
 
 def _sealed(archive: str | None) -> Sealed | None:
@@ -130,21 +143,13 @@ def _sealed(archive: str | None) -> Sealed | None:
     return None if url is None else Sealed(open_archive(url))
 
 
-@contextmanager
-def _postgres(url: URL, sealed: Sealed | None, snapshot: str | None) -> Generator[_ArrowReader]:
-    named = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with _told(), _connected(named) as connection, connection.cursor() as cursor:
-        # What is settled is asked for before the snapshot is taken, so that the snapshot has all of it.
-        reached = _reached(partial(_one, cursor), "postgresql")
-        connection.adbc_connection.set_autocommit(False)
-        cursor.execute("set transaction isolation level repeatable read read only")
-        if snapshot is not None:
-            cursor.execute(f"set transaction snapshot '{snapshot}'")  # takes no parameter
-        yield _ArrowReader(cursor, "postgresql", reached, sealed)
+def _begin(connection: adbc_driver_manager.dbapi.Connection, cursor: adbc_driver_manager.dbapi.Cursor) -> None:
+    connection.adbc_connection.set_autocommit(False)
+    cursor.execute("set transaction isolation level repeatable read read only")
 
 
-def _connected(url: str) -> adbc_driver_manager.dbapi.Connection:
-    server = _server(url)
+def _connected(url: URL) -> adbc_driver_manager.dbapi.Connection:
+    server = _server(url.set(drivername="postgresql").render_as_string(hide_password=False))
     connection = adbc_driver_manager.AdbcConnection(server.database)
     return adbc_driver_manager.dbapi.Connection(cast("Any", server), connection, autocommit=True)
 
@@ -197,20 +202,11 @@ class _ArrowReader:
         self,
         cursor: adbc_driver_manager.dbapi.Cursor,
         dialect: Literal["postgresql", "sqlite"],
-        reached: Mapping[str, int],
         sealed: Sealed | None,
     ) -> None:
         self._cursor = cursor
         self._dialect: Literal["postgresql", "sqlite"] = dialect
         self.sealed = sealed
-        self.reached = _both(reached, sealed)
-
-    @property
-    def snapshot(self) -> str | None:
-        if self._dialect == "sqlite":
-            return None
-        (name,) = _one(self._cursor, "select pg_export_snapshot()")
-        return str(name)
 
     def table(self, name: str, schema: pa.Schema, **parameters: Value) -> pa.Table:
         batches: list[pa.RecordBatch] = []
@@ -233,6 +229,19 @@ class _ArrowReader:
         else:
             self._cursor.execute(spelled(text, parameters))
         return iter(self._cursor.fetch_record_batch())
+
+
+class _PostgresReader(_ArrowReader):
+    def __init__(
+        self, cursor: adbc_driver_manager.dbapi.Cursor, sealed: Sealed | None, reached: Mapping[str, int]
+    ) -> None:
+        super().__init__(cursor, "postgresql", sealed)
+        self.reached = _both(reached, sealed)
+
+    @property
+    def snapshot(self) -> str | None:
+        (name,) = _one(self._cursor, "select pg_export_snapshot()")
+        return str(name)
 
 
 def _typed(column: pa.Array, wanted: pa.DataType) -> pa.Array:

@@ -96,10 +96,10 @@ class Sealed:
             counts = pc.and_(counts, pc.is_in(found["rollout_id"], pa.array(only, pa.string())))
         return found.filter(counts).select(columns.names)
 
-    def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, int]]:
-        """Of each rollout that has sealed calls up to a sequence: how many, the lowest, the highest, its first file."""
+    def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int]]:
+        """Of each rollout that has sealed calls up to a sequence: how many, the highest, its first file."""
         where = self._where
-        found: dict[str, tuple[int, int, int, int]] = {}
+        found: dict[str, tuple[int, int, int]] = {}
         for rollout_id in where.stretches if only is None else only:
             parts = [self._sequences(each) for each in where.stretches.get(rollout_id, ())]
             if parts:
@@ -107,7 +107,7 @@ class Sealed:
                 sequence = sequence[sequence <= until]
                 if len(sequence):
                     file = where.stretches[rollout_id][0].file
-                    found[rollout_id] = (len(sequence), int(sequence.min()), int(sequence.max()), file)
+                    found[rollout_id] = (len(sequence), int(sequence.max()), file)
         return found
 
     def calls(self, rollouts: Sequence[str], columns: pa.Schema, until: int) -> pa.Table:

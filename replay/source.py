@@ -5,7 +5,7 @@ chains. Law: what is read is a function of the position and the events alone. Wh
 into pieces and in which order independent rollouts arrived change nothing: rollouts come in the order of their opening
 times and ids, the calls of a rollout in the order of its log.
 
-Calls that lie close together in the log are read as one stretch of it, others one by one through an index.
+Narrow columns are read through an index, by rollout; arrays as one stretch of the log where all of it is wanted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from replay.chain import Chains
 from replay.errors import BadPosition, PositionAhead, UnknownRollout
 from replay.media import MEDIA
 from replay.piece import ANSWERS, CALLS, Ints, Piece, Rollout
-from replay.reader import Payloads, Reader
+from replay.reader import FirstReader, Payloads, Reader
 from replay.sealed import Proven
 from store import codec, hashing
 
-_EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "low": pa.int64(), "high": pa.int64()})
+_EXTENTS = pa.schema({"rollout_id": pa.string(), "calls": pa.int64(), "high": pa.int64()})
 _OPENINGS = pa.schema(
     {
         "rollout_id": pa.string(),
@@ -48,10 +48,8 @@ _OUTCOMES = pa.schema(
     }
 )
 _WHOLE = 2**62
-_DENSE = 4
-"""Narrow columns of a stretch of the log are read whole when it holds at most so many calls for each wanted one."""
 _SOLID = 1.25
-"""The same for arrays."""
+"""Arrays of a stretch of the log are read whole when it holds at most so many calls for each wanted one."""
 _PART_OF_FILES = 2_000
 """Sealed calls of a part, at least: where rollouts of many files lie among each other."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
@@ -84,12 +82,12 @@ class Position:
         return cls(calls=calls, outcomes=outcomes, rollouts=rollouts, trained=trained)
 
 
-def reached(reader: Reader) -> Position:
+def reached(reader: FirstReader) -> Position:
     """The newest position: all that the reader's snapshot has and nothing can be added to."""
     return Position(**reader.reached)
 
 
-def require_reached(reader: Reader, position: Position) -> None:
+def require_reached(reader: FirstReader, position: Position) -> None:
     """Refuse a position that the log has not reached."""
     now = reached(reader)
     if any(getattr(position, name) > high for name, high in reader.reached.items()):
@@ -105,9 +103,6 @@ class Contents:
     """How many of each one's completed calls are read from the log; sealed ones are among them when new ones are."""
     sealed: Ints  # [rollouts]
     """How many are read from the archive."""
-    low: Ints  # [rollouts]
-    """Sequence of its first call in the log; 0 when it has none."""
-    high: Ints  # [rollouts]
     file: Ints  # [rollouts]
     """Which file of the archive holds its calls, or the first of them; -1 when none is sealed."""
 
@@ -126,8 +121,6 @@ class Contents:
                 rollouts=self.rollouts[start:end],
                 logged=self.logged[start:end],
                 sealed=self.sealed[start:end],
-                low=self.low[start:end],
-                high=self.high[start:end],
                 file=self.file[start:end],
             )
             for start, end in pairwise(self._edges(calls))
@@ -166,47 +159,46 @@ def contents(reader: Reader, position: Position, only: Sequence[str] | None = No
             return found
         return pa.concat_tables([reader.sealed.table(table, schema, parts[part], only), found])
 
-    extents = {line["rollout_id"]: line for line in ask("extents", _EXTENTS, "calls").to_pylist()}
+    calls = {each: rest for each, *rest in _lines(ask("extents", _EXTENTS, "calls"))}
     sealed = {} if reader.sealed is None else reader.sealed.extents(position.calls, only)
-    openings = {line["rollout_id"]: line for line in ask("openings", _OPENINGS, "rollouts", "rollout").to_pylist()}
+    openings = {each: rest for each, *rest in _lines(ask("openings", _OPENINGS, "rollouts", "rollout"))}
     scored = ask("outcomes", _OUTCOMES, "outcomes", "rollout_outcome").sort_by("sequence")
-    outcomes = {line["rollout_id"]: line for line in scored.to_pylist()}
-    known: set[str] = openings.keys() | extents.keys() | sealed.keys()
+    outcomes = {each: rest for _, each, *rest in _lines(scored)}
+    known: set[str] = openings.keys() | calls.keys() | sealed.keys()
     for rollout_id in only or ():
         if rollout_id not in known:
             raise UnknownRollout(rollout_id)
-    unopened = {"group_id": None, "task": None, "harness": None, "opened_at": 0}
-    unscored = {"reward": None, "accepted": None, "output": None}
+    unopened, unscored = (None, None, None, 0), (None, None, None)
     rollouts: list[Rollout] = []
     for each in known:
-        opening, outcome = openings.get(each, unopened), outcomes.get(each, unscored)
-        accepted, output = outcome["accepted"], outcome["output"]
+        group_id, task, harness, opened_at = openings.get(each, unopened)
+        reward, accepted, output = outcomes.get(each, unscored)
         rollouts.append(
             Rollout(
                 rollout_id=each,
-                group_id=opening["group_id"],
-                task=opening["task"],
-                harness=opening["harness"],
-                opened_at=opening["opened_at"],
-                reward=outcome["reward"],
+                group_id=group_id,
+                task=task,
+                harness=harness,
+                opened_at=opened_at,
+                reward=reward,
                 accepted=None if accepted is None else _NAMES.validate_json(accepted),
                 output=None if output is None else _JSON.validate_json(output),
             )
         )
     rollouts.sort(key=lambda each: (each.opened_at, each.rollout_id))
-    nowhere = {"calls": 0, "low": 0, "high": 0}
-    found = [extents.get(each.rollout_id, nowhere) for each in rollouts]
-    calls, low, high = (np.array([line[name] for line in found], np.int64) for name in nowhere)
-    held = np.array([sealed.get(each.rollout_id, (0, 0, 0, -1)) for each in rollouts], np.int64).reshape(-1, 4)
+    logged, high = np.array([calls.get(each.rollout_id, (0, 0)) for each in rollouts], np.int64).reshape(-1, 2).T
+    held = np.array([sealed.get(each.rollout_id, (0, 0, -1)) for each in rollouts], np.int64).reshape(-1, 3)
     return Contents(
         rollouts=tuple(rollouts),
         # A seal has all calls of its rollouts up to the position that it was made at, so what it lacks is newer.
-        logged=np.where(high > held[:, 2], calls, 0),
+        logged=np.where(high > held[:, 1], logged, 0),
         sealed=held[:, 0],
-        low=low,
-        high=high,
-        file=held[:, 3],
+        file=held[:, 2],
     )
+
+
+def _lines(table: pa.Table) -> Iterator[tuple[Any, ...]]:
+    return zip(*(column.to_pylist() for column in table.columns), strict=True)
 
 
 def tokens_a_call(reader: Reader) -> int:
@@ -217,9 +209,8 @@ def tokens_a_call(reader: Reader) -> int:
 
 def piece(reader: Reader, found: Contents, position: Position, *, answers: bool = False) -> Piece:
     """The rollouts with their completed calls; with what these answered, if asked."""
-    wanted = np.flatnonzero(found.calls)
-    narrow = _calls(reader, found, wanted, position, "calls", CALLS)
-    told = _calls(reader, found, wanted, position, "answers", ANSWERS) if answers else None
+    narrow = _calls(reader, found, position, "calls_of", CALLS)
+    told = _calls(reader, found, position, "answers_of", ANSWERS) if answers else None
     return Piece.of(found.rollouts, narrow, told, _media(reader, narrow))
 
 
@@ -235,28 +226,18 @@ def _media(reader: Reader, calls: pa.Table) -> pa.Table | None:
     return pa.concat_tables([reader.sealed.table("call_media", MEDIA, _WHOLE, names), logged])
 
 
-def _calls(reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema) -> pa.Table:
-    """Columns of the calls of some rollouts, each call once, and of others that lie among them."""
+def _calls(reader: Reader, found: Contents, position: Position, name: str, schema: pa.Schema) -> pa.Table:
+    """Columns of the calls of some rollouts, each call once."""
+    logged, held = (
+        [found.rollouts[place].rollout_id for place in np.flatnonzero(count)] for count in (found.logged, found.sealed)
+    )
+    listed = hashing.canonical_json(logged).decode()
+    lines = reader.table(name, schema, only=listed, calls=position.calls) if logged else schema.empty_table()
     if reader.sealed is None:
-        return _logged(reader, found, wanted, position, name, schema)
-    names = [found.rollouts[place].rollout_id for place in wanted[found.sealed[wanted] > 0]]
-    sealed = reader.sealed.calls(names, schema, position.calls)
-    logged = _logged(reader, found, wanted[found.logged[wanted] > 0], position, name, schema)
-    if logged.num_rows:
-        logged = logged.filter(pa.array(~reader.sealed.holds(logged["sequence"].to_numpy())))
-    return pa.concat_tables([sealed, logged])
-
-
-def _logged(
-    reader: Reader, found: Contents, wanted: Ints, position: Position, name: str, schema: pa.Schema
-) -> pa.Table:
-    if not len(wanted):
-        return schema.empty_table()
-    low, high = int(found.low[wanted].min()), int(found.high[wanted].max())
-    if high - low < _DENSE * int(found.logged[wanted].sum()):
-        return reader.table(f"{name}_between", schema, low=low, high=high)
-    listed = hashing.canonical_json([found.rollouts[place].rollout_id for place in wanted]).decode()
-    return reader.table(f"{name}_of", schema, only=listed, calls=position.calls)
+        return lines
+    if lines.num_rows:
+        lines = lines.filter(pa.array(~reader.sealed.holds(lines["sequence"].to_numpy())))
+    return pa.concat_tables([reader.sealed.calls(held, schema, position.calls), lines])
 
 
 def proven(reader: Reader, chains: Chains) -> Proven | None:

@@ -2,11 +2,10 @@
 -- sequence does not count. `:only` is a JSON array of ids or sequences, opened in SQLite's words.
 
 -- name: extents
--- How many calls each rollout has and between which sequences they lie; answered from an index alone.
+-- How many calls each rollout has and the highest sequence of these; answered from an index alone.
 select
   rollout_id,
   count(*) as calls,
-  min(sequence) as low,
   max(sequence) as high
 from model_call
 where sequence <= :calls
@@ -41,47 +40,6 @@ from model_call
 order by sequence desc
 limit 200
 
--- name: calls_between
--- The narrow columns of completed calls, all that lie between two sequences.
-select
-  sequence,
-  rollout_id,
-  call_id,
-  parent_id,
-  root_id,
-  depth,
-  request_hash,
-  chain_hash,
-  digest,
-  hash_version,
-  prev_len,
-  prompt_len,
-  sampled_len,
-  choice,
-  media_count,
-  response_id,
-  policy_spans,
-  hints,
-  completed_at
-from model_call
-where sequence between :low and :high
-
--- name: answers_between
--- What completed calls were asked and answered, as digests of items, all that lie between two sequences.
-select
-  sequence,
-  rollout_id,
-  answer_key,
-  reasoning_digest,
-  hash_version,
-  answer_item_ids,
-  answer_roles,
-  answer_digests,
-  request_roles,
-  request_digests
-from model_call
-where sequence between :low and :high
-
 -- name: payloads_between
 -- Tokens and log-probabilities of completed calls, all that lie between two sequences, in their order.
 select
@@ -94,11 +52,10 @@ where sequence between :low and :high
 order by sequence
 
 -- name: extents_of
--- How many calls each of these rollouts has and between which sequences they lie.
+-- How many calls each of these rollouts has and the highest sequence of these.
 select
   rollout_id,
   count(*) as calls,
-  min(sequence) as low,
   max(sequence) as high
 from model_call
 where rollout_id in (select value from json_each(:only))

@@ -193,8 +193,6 @@ def test_what_is_sealed_is_cut_where_files_end() -> None:
             rollouts=tuple(range(len(file))),  # type: ignore[arg-type]
             logged=calls,
             sealed=calls,
-            low=calls,
-            high=calls,
             file=np.array(file, np.int64),
         )
 
