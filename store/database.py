@@ -18,9 +18,9 @@ import re
 import sqlite3
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -29,9 +29,13 @@ from store.claim import claim
 from store.errors import BadUrl, LogUnavailable
 from store.turn import turn
 
+if TYPE_CHECKING:
+    import psycopg
+
 logger = logging.getLogger("turnlog")
 
 _WRITE = "turnlog_write"
+_WRITES = "turnlog_writes"
 _USED = "turnlog_used"
 _REST_SECONDS = 1.0
 """How long a connection to PostgreSQL may rest before it is asked whether it still is one."""
@@ -119,15 +123,20 @@ def _expect_alive(connection: Any, record: ConnectionPoolEntry, _: Any) -> None:
     Asking before each use, as SQLAlchemy can, would be every second thing that a busy model server asks. One use fails
     when the database goes in the midst of work, as it then also can between the question and the use.
     """
+    if not _alive(connection, record.info[_USED]):
+        raise exc.InvalidatePoolError
+
+
+def _alive(connection: Any, used: float) -> bool:
+    """Whether a connection of PostgreSQL's driver that was used last at this time can be used."""
     alive = not connection.closed
-    if alive and time.monotonic() - record.info[_USED] > _REST_SECONDS:
+    if alive and time.monotonic() - used > _REST_SECONDS:
         try:
             connection.execute("select 1")
             connection.rollback()
         except connection.OperationalError:
             alive = False
-    if not alive:
-        raise exc.InvalidatePoolError
+    return bool(alive)
 
 
 def _open_sqlite(url: URL, durability: Durability) -> Engine:
@@ -163,13 +172,16 @@ def _begin_sqlite(connection: Connection) -> None:
     """A write takes the write lock at once: a transaction that reads first could not wait for it later.
 
     It keeps in memory what SQLite needs to take back one statement: the pages that each insert changes, which would go
-    to a temporary file. A read may sort more than memory holds.
+    to a temporary file. A read may sort more than memory holds. Both are said only where they change, for SQLite then
+    compiles each statement of the connection anew.
     """
     write = connection.get_execution_options().get(_WRITE, False)
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
-    driver.execute("pragma temp_store = memory" if write else "pragma temp_store = file")
-    driver.execute("pragma query_only = off" if write else "pragma query_only = on")
+    if connection.info.get(_WRITES) is not write:
+        driver.execute("pragma temp_store = memory" if write else "pragma temp_store = file")
+        driver.execute("pragma query_only = off" if write else "pragma query_only = on")
+        connection.info[_WRITES] = write
     driver.execute("begin immediate" if write else "begin")
 
 
@@ -197,12 +209,61 @@ def write(database: Engine) -> Generator[Connection]:
     Raises LogUnavailable for what the driver raises, also at the commit: the events may then be durable or not, and
     appending them again is safe. Writers of one SQLite file take turns.
     """
-    here = database.dialect.name == "sqlite"
-    queue = turn(Path(f"{database.url.database}-turn"), min(_TURN_SECONDS, BUSY_SECONDS)) if here else nullcontext()
-    with queue, _unavailable("write to the log", database), database.connect() as connection:
-        connection = connection.execution_options(**{_WRITE: True})
-        with connection.begin():
+    with closing(Pen(database)) as pen, pen.write() as connection:
+        yield connection
+
+
+class Pen:
+    """What `write` does, again and again by one thread, on a connection that it keeps meanwhile."""
+
+    def __init__(self, database: Engine) -> None:
+        self._database = database
+        self._turn = Path(f"{database.url.database}-turn") if database.dialect.name == "sqlite" else None
+        self._connection: Connection | None = None
+        self._commits_itself = False
+        self._pool = database.pool
+        self._used = 0.0
+
+    @contextmanager
+    def write(self) -> Generator[Connection]:
+        """One transaction; after one that fails the next takes another connection."""
+        queue = nullcontext() if self._turn is None else turn(self._turn, min(_TURN_SECONDS, BUSY_SECONDS))
+        with queue, _unavailable("write to the log", self._database), self._ready() as connection, connection.begin():
             yield connection
+
+    @contextmanager
+    def write_at_once(self) -> Generator[psycopg.Connection[Any]]:
+        """PostgreSQL's driver, where what is sent before one wait is one transaction; what is refused may go on."""
+        with _unavailable("write to the log", self._database), self._ready(commits_itself=True) as connection:
+            yield cast("psycopg.Connection[Any]", connection.connection.driver_connection)
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._connection is not None:
+            if self._pool is not self._database.pool:  # it was disposed of, and closes nothing any more
+                self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def _ready(self, *, commits_itself: bool = False) -> Generator[Connection]:
+        if (kept := self._connection) is not None:
+            driver = kept.connection.driver_connection
+            if self._database.dialect.name == "postgresql" and not _alive(driver, self._used):
+                kept.invalidate()
+            if kept.invalidated or commits_itself is not self._commits_itself or self._pool is not self._database.pool:
+                self.close()
+        if self._connection is None:
+            self._pool, self._commits_itself = self._database.pool, commits_itself
+            options = {"isolation_level": "AUTOCOMMIT"} if commits_itself else {}
+            self._connection = self._database.connect().execution_options(**{_WRITE: True}, **options)
+        try:
+            yield self._connection
+        except BaseException:
+            self._connection.invalidate()
+            self.close()
+            raise
+        self._used = time.monotonic()
 
 
 @contextmanager

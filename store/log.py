@@ -15,22 +15,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from sqlalchemy import Connection, Dialect, Select, Table, and_, exists, func, select, tuple_
-from sqlalchemy.dialects.postgresql import insert as postgresql_insert
-from sqlalchemy.dialects.postgresql import psycopg
-from sqlalchemy.dialects.sqlite import insert as sqlite_insert
-from sqlalchemy.dialects.sqlite import pysqlite
+from sqlalchemy import Connection, Select, Table, and_, exists, func, select, tuple_
 
 from store import hashing, schema
 from store.bulk import copied_in
-from store.columns import PLACES, Key, Place, event_of, place_of, shown_key, stored_row
+from store.columns import PLACES, Key, Place, event_of, place_of, shown_key
 from store.errors import BrokenLink, EventConflict, LogUnavailable
 from store.events import (
     CallAdmitted,
@@ -42,11 +36,12 @@ from store.events import (
     RolloutOpened,
     RolloutScored,
 )
+from store.insert import insert_into
 
 _E = TypeVar("_E", RolloutOpened, CallAdmitted, CallCompleted, CallEnded, MediaShown, RolloutScored)
 _BATCH = 500
 """Events checked by one query: a longer iterable is appended in pieces, and never held whole."""
-_COPIED, _COPIED_FROM = (RolloutOpened, CallAdmitted, CallCompleted, CallEnded), 4
+_COPIED, COPIED_FROM = (RolloutOpened, CallAdmitted, CallCompleted, CallEnded), 4
 """Events that are new but for a lost acknowledgement, and from how many on COPY saves more than it asks."""
 _OPEN = {
     "postgresql": "select rollout_id from rollout where rollout_id = any(%s)",
@@ -102,7 +97,7 @@ def prepare(events: Iterable[Event], database: str, *, known: Mapping[UUID, Tip]
     checked: set[int] = set()
     tips: dict[UUID, Tip | CallCompleted] = {}
     for event in events:
-        rows[id(event)] = _statement(place_of(event.kind).table, database).parameters(event)
+        rows[id(event)] = insert_into(place_of(event.kind).table, database).parameters(event)
         if isinstance(event, CallCompleted):
             parent = None if event.parent_id is None else tips.get(event.parent_id) or known.get(event.parent_id)
             if parent is not None or event.parent_id is None:
@@ -282,14 +277,14 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event], prepar
         batch = _unopened(connection, cast("Sequence[RolloutOpened]", batch))
     if not batch:
         return
-    statement = _statement(place.table, connection.dialect.name)
+    statement = insert_into(place.table, connection.dialect.name)
     driver = connection.dialect.loaded_dbapi
     try:
         # By the driver itself: SQLAlchemy would take more time than the rest of an append.
         with closing(connection.connection.cursor()) as cursor:
             # Where it is not prepared, a row is made while the one before is on its way.
             rows: Any = (prepared.rows.get(id(event)) or statement.parameters(event) for event in batch)
-            if connection.dialect.name == "postgresql" and place.event in _COPIED and len(batch) >= _COPIED_FROM:
+            if connection.dialect.name == "postgresql" and place.event in _COPIED and len(batch) >= COPIED_FROM:
                 if copied_in(cast("Any", cursor), place.table, statement.names, rows):
                     return
                 rows = map(statement.parameters, batch)
@@ -308,49 +303,6 @@ def _insert(connection: Connection, place: Place, batch: Sequence[Event], prepar
                     event_id=shown_key(place.key_of(event)),
                     why="uses a writer_seq that its writer used before",
                 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Statement:
-    """An insert as one driver takes it."""
-
-    text: str
-    names: tuple[str, ...]
-    """The columns in the order of its parameters."""
-    take: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    """Their values of a row."""
-    ids_as_bytes: tuple[str, ...]
-    """Columns of ids that the driver takes as bytes."""
-
-    def parameters(self, event: Event) -> tuple[Any, ...]:
-        row = stored_row(event)
-        for name in self.ids_as_bytes:
-            if (value := row[name]) is not None:
-                row[name] = value.bytes
-        return self.take(row)
-
-
-@cache
-def _statement(table: Table, database: str) -> _Statement:
-    """The insert into a table, which does nothing for an id that is there."""
-    names = [column.name for column in table.c if column.name != "sequence"]
-    insert: Any
-    if database == "sqlite":
-        dialect: Dialect = pysqlite.dialect(paramstyle="qmark")
-        insert = sqlite_insert(table).on_conflict_do_nothing()
-    else:
-        dialect = psycopg.dialect(paramstyle="format")  # type: ignore[no-untyped-call]
-        insert = postgresql_insert(table).on_conflict_do_nothing()
-    compiled = insert.inline().compile(dialect=dialect, column_keys=names)
-    order = compiled.positiontup
-    assert order is not None, "both parameter styles are positional"
-    ids = (name for name in names if isinstance(table.c[name].type, schema.Id))
-    return _Statement(
-        text=str(compiled),
-        names=tuple(order),
-        take=itemgetter(*order),
-        ids_as_bytes=tuple(ids) if database == "sqlite" else (),
-    )
 
 
 def _unopened(connection: Connection, batch: Sequence[RolloutOpened]) -> list[RolloutOpened]:

@@ -26,10 +26,11 @@ from uuid import UUID
 from sqlalchemy import Engine
 
 from store import log
-from store.database import write
+from store.at_once import append_new, few
+from store.database import Pen
 from store.errors import LogUnavailable
 from store.events import CallCompleted, CallEnded, Event
-from store.log import Tip
+from store.log import UNPREPARED, Tip
 from store.patience import Patience
 from store.spool import Spool
 
@@ -123,6 +124,7 @@ class Writer:
         self.counters = Counters()
         self._watcher = watcher
         self._database = database
+        self._pen = Pen(database)  # the thread's alone
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._patience = Patience() if patience is None else patience
@@ -206,6 +208,7 @@ class Writer:
     def _run(self) -> None:
         while group := self._next_group():
             self._settle(group)
+        self._pen.close()
 
     def _next_group(self) -> list[_Submission]:
         """What waits, as much of it as one transaction may hold; empty when closed and done."""
@@ -254,10 +257,14 @@ class Writer:
         """Append the group; returns how many seconds that took."""
         began = time.monotonic()
         events = [event for submission in group for event in submission.events]
-        alone = self._database.dialect.name == "sqlite"  # all others wait for as long as the transaction takes
-        prepared = log.prepare(events, "sqlite", known=self._tips) if alone else log.UNPREPARED
-        with write(self._database) as connection:
-            log.append(connection, events, known=self._tips, prepared=prepared)
+        sqlite = self._database.dialect.name == "sqlite"  # where all others wait for as long as the transaction takes
+        at_once = not sqlite and few(events)
+        prepared = UNPREPARED
+        if sqlite or at_once:
+            prepared = log.prepare(events, self._database.dialect.name, known=self._tips)
+        if not (at_once and append_new(self._pen, events, prepared)):
+            with self._pen.write() as connection:
+                log.append(connection, events, known=self._tips, prepared=prepared)
         took = time.monotonic() - began
         self.counters.commits += 1
         self.counters.events += sum(map(_events_of, group))
