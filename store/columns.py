@@ -74,6 +74,7 @@ PLACES = (
 """In the order in which a batch of events is inserted."""
 
 
+@cache
 def place_of(kind: str) -> Place:
     """Where a kind of event is kept."""
     return next(place for place in PLACES if place.kind == kind)
