@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replay.archive import Archive
+from replay.piece import flags
 from replay.stretches import Ints, Stretches
 
 _WHERE = pa.schema({"rollout_id": pa.string(), "sequence": pa.int64()})
@@ -47,16 +47,6 @@ class Proven:
     logprobs: Stretches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """The calls of one rollout in one file, end to end."""
-
-    file: int
-    start: int
-    """Lines of the file."""
-    end: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Where:
     """Where every sealed call lies."""
@@ -65,10 +55,16 @@ class _Where:
     """[N] of each call, files end to end."""
     first: Ints
     """[files + 1] where each file begins in it."""
-    stretches: Mapping[str, Sequence[Stretch]]
-    """By rollout."""
     ascending: Ints
     """[N] the calls by ascending sequence, as places in `sequence`."""
+    names: pa.StringArray
+    """[rollouts]"""
+    rollout: Ints
+    """[S] calls of one rollout that lie end to end in one file: its place in `names`. All stretches give all calls."""
+    file: Ints  # [S]
+    start: Ints
+    """[S] lines of the file."""
+    end: Ints  # [S]
 
 
 class Sealed:
@@ -99,31 +95,30 @@ class Sealed:
     def extents(self, until: int, only: Sequence[str] | None = None) -> dict[str, tuple[int, int, int]]:
         """Of each rollout that has sealed calls up to a sequence: how many, the highest, its first file."""
         where = self._where
-        found: dict[str, tuple[int, int, int]] = {}
-        for rollout_id in where.stretches if only is None else only:
-            parts = [self._sequences(each) for each in where.stretches.get(rollout_id, ())]
-            if parts:
-                sequence = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                sequence = sequence[sequence <= until]
-                if len(sequence):
-                    file = where.stretches[rollout_id][0].file
-                    found[rollout_id] = (len(sequence), int(sequence.max()), file)
-        return found
+        counts = where.sequence <= until
+        rollout = np.repeat(where.rollout, where.end - where.start)[counts]
+        calls = np.bincount(rollout, minlength=len(where.names))
+        high = np.zeros(len(where.names), np.int64)
+        np.maximum.at(high, rollout, where.sequence[counts])
+        file = where.file[np.unique(where.rollout, return_index=True)[1]]
+        asked = calls > 0
+        if only is not None:
+            asked &= flags(pc.is_in(where.names, pa.array(only, pa.string())))
+        facts = (each[asked].tolist() for each in (calls, high, file))
+        return dict(zip(where.names.filter(pa.array(asked)).to_pylist(), zip(*facts, strict=True), strict=True))
 
     def calls(self, rollouts: Sequence[str], columns: pa.Schema, until: int) -> pa.Table:
         """Columns of the sealed calls of these rollouts up to a sequence."""
-        wanted: dict[int, list[Stretch]] = {}
-        for rollout_id in rollouts:
-            for each in self._where.stretches.get(rollout_id, ()):
-                wanted.setdefault(each.file, []).append(each)
+        where = self._where
+        ours = np.isin(where.rollout, pc.index_in(pa.array(rollouts, pa.string()), where.names).drop_null().to_numpy())
         parts: list[pa.Table] = []
-        for file, stretches in sorted(wanted.items()):
+        for file in np.unique(where.file[ours]).tolist():
             lines = self.archive.lines(self._files[file], columns)
-            edges = [(each.start, each.end) for each in sorted(stretches, key=lambda each: each.start)]
-            if edges[-1][1] - edges[0][0] == sum(end - start for start, end in edges):
-                parts.append(lines.slice(edges[0][0], edges[-1][1] - edges[0][0]))
+            start, end = (each[ours & (where.file == file)].tolist() for each in (where.start, where.end))
+            if end[-1] - start[0] == sum(end) - sum(start):
+                parts.append(lines.slice(start[0], end[-1] - start[0]))
             else:
-                parts += [lines.slice(start, end - start) for start, end in edges]
+                parts += [lines.slice(low, high - low) for low, high in zip(start, end, strict=True)]
         found = pa.concat_tables(parts) if parts else columns.empty_table()
         return found.filter(pc.less_equal(found["sequence"], until))
 
@@ -191,28 +186,29 @@ class Sealed:
 
     @cached_property
     def _where(self) -> _Where:
-        sequences: list[Ints] = []
-        stretches: dict[str, list[Stretch]] = {}
-        for place, file in enumerate(self._files):
-            lines = self.archive.lines(file, _WHERE)
+        sequences: list[Ints] = [np.zeros(0, np.int64)]
+        stretches: list[Ints] = [np.zeros((3, 0), np.int64)]
+        shown = [pa.array([], pa.string())]
+        for place, sealed in enumerate(self._files):
+            lines = self.archive.lines(sealed, _WHERE)
             sequences.append(lines["sequence"].to_numpy())
-            names = lines["rollout_id"].combine_chunks().dictionary_encode()
-            codes = names.indices.to_numpy()
-            begins = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
-            shown = names.dictionary.take(pa.array(codes[begins])).to_pylist()
-            for rollout_id, (start, end) in zip(shown, pairwise([*begins.tolist(), len(codes)]), strict=True):
-                stretches.setdefault(rollout_id, []).append(Stretch(file=place, start=start, end=end))
-        sequence = np.concatenate(sequences) if sequences else np.zeros(0, np.int64)
+            names = lines["rollout_id"].combine_chunks()
+            start = np.flatnonzero(np.append(True, flags(pc.not_equal(names[1:], names[:-1]))))
+            stretches.append(np.stack([np.full_like(start, place), start, np.append(start[1:], len(names))]))
+            shown.append(names.take(pa.array(start)))
+        sequence = np.concatenate(sequences)
+        named = pa.concat_arrays(shown).dictionary_encode()
+        file, start, end = np.concatenate(stretches, axis=1)
         return _Where(
             sequence=sequence,
             first=np.append(0, np.cumsum([file.lines for file in self._files])).astype(np.int64),
-            stretches=stretches,
             ascending=np.argsort(sequence, kind="stable"),
+            names=named.dictionary,
+            rollout=named.indices.to_numpy().astype(np.int64),
+            file=file,
+            start=start,
+            end=end,
         )
-
-    def _sequences(self, stretch: Stretch) -> Ints:
-        begin = self._where.first[stretch.file]
-        return self._where.sequence[begin + stretch.start : begin + stretch.end]
 
     def _places(self, sequences: Ints) -> Ints:
         """Where in all files these calls lie; -1 for one that is not sealed."""
