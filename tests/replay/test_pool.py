@@ -226,6 +226,24 @@ def test_all_processes_read_one_snapshot(
             assert other.table("newest_lengths", lengths).equals(reader.table("newest_lengths", lengths))
 
 
+@pytest.mark.postgres
+def test_a_connection_that_the_server_has_ended_is_made_anew(
+    postgres_database: Engine, history: list[Event], remember: Remember, pool: Pool
+) -> None:
+    remember(postgres_database, history)
+    others = "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+    expected = build(postgres_database)
+    same(build(postgres_database, pool=pool), expected)
+    with session(postgres_database) as connection:
+        kept = set(connection.scalars(text(f"select pid {others} and state = 'idle'")))
+    same(build(postgres_database, pool=pool), expected)
+    with session(postgres_database) as connection:
+        again = set(connection.scalars(text(f"select pid {others} and state = 'idle'")))
+        assert len(kept & again) == pool.processes, "each process went on with its connection, outside a transaction"
+        connection.execute(text(f"select pg_terminate_backend(pid) {others}"))
+    same(build(postgres_database, pool=pool), expected)
+
+
 def test_an_error_of_the_database_is_told(tmp_path: Path) -> None:
     with (
         pytest.raises(LogUnavailable, match="failed to open"),
