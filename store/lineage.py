@@ -34,8 +34,6 @@ from store.statements import statements
 
 _SELECTED = re.compile(r"^select\n(.+?)\nfrom", re.MULTILINE | re.DOTALL)
 """The columns of a statement: those of its one select that begins a line and has them on the next."""
-_KEYS = 4
-"""Summary hashes that one statement looks for; most requests have one or two."""
 SLACK = 24 * 3600 * 1_000_000
 """Microseconds by which the clocks of servers may differ."""
 _OPENINGS_KEPT = 100_000
@@ -97,14 +95,8 @@ def find_by_summary(
     # By the driver itself: each call asks this, and SQLAlchemy would take most of the time.
     with closing(connection.connection.cursor()) as cursor:
         between = _between(connection, rollout_id, now, {} if openings is None else openings)
-        for at in range(0, len(keys), _KEYS):
-            some = [*keys[at : at + _KEYS]]
-            some += some[-1:] * (_KEYS - len(some))
-            values = {
-                "rollout_id": rollout_id,
-                **{f"key_{number}": key for number, key in enumerate(some, 1)},
-                **between,
-            }
+        for key in dict.fromkeys(keys):
+            values = {"rollout_id": rollout_id, "key": key, **between}
             cursor.execute(question.text, [values[name] for name in question.parameters])
             known += [question.answer(row) for row in cursor.fetchall()]
     return sorted(known, key=lambda call: call.sequence)

@@ -5,16 +5,16 @@ from rollout
 where rollout_id = :rollout_id;
 
 -- name: find_by_summary
--- The completed calls of a rollout that have one of these summary hashes: one probe of an index a hash, in the one or two
--- partitions where the rollout's ids lie, from `low` to below `high`. Unordered, since both databases would otherwise walk
--- the rollout's whole history in order of sequence. A fixed number of hashes, the last one repeated: a list of any length
--- would be a new statement each time.
+-- The completed calls of a rollout that have this summary hash: one probe of an index, in the one or two partitions where
+-- the rollout's ids lie, from `low` to below `high`. Unordered, since both databases would otherwise walk the rollout's
+-- whole history in order of sequence. One hash, as most requests have: for a list of them PostgreSQL would rather read a
+-- whole partition's ids, as long as it has not yet been analysed.
 select
   call_id, rollout_id, parent_id, root_id, depth, sequence, prompt_len, sampled_len,
   hash_version, summary_hash, chain_hash, reasoning_digest, response_id, answer_item_ids
 from model_call
 where rollout_id = :rollout_id
-  and summary_hash in (:key_1, :key_2, :key_3, :key_4)
+  and summary_hash = :key
   and call_id >= :low
   and call_id < :high;
 
