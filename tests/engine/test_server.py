@@ -254,6 +254,12 @@ def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> No
     url = f"{server.address}/rollouts/durable/v1/chat/completions"
     released = 0.0
     lines: list[tuple[float, str]] = []
+    locked = threading.Event()
+
+    def lock_when_the_call_is_admitted() -> None:
+        wait_until(lambda: intents_of(server, "durable") != [])
+        holder.execute("begin immediate")
+        locked.set()
 
     def release_when_the_engine_has_finished() -> None:
         nonlocal released
@@ -263,13 +269,18 @@ def test_a_stream_does_not_finish_before_its_event_is_durable(server: Any) -> No
         holder.execute("rollback")
 
     holder = sqlite3.connect(server.database.url.database, isolation_level=None, check_same_thread=False)
+    locking = threading.Thread(target=lock_when_the_call_is_admitted)
     releasing = threading.Thread(target=release_when_the_engine_has_finished)
+    locking.start()
+    # On a busy machine a model server writes nothing to its sockets until it has nothing else to do, at the very end.
     with httpx.stream("POST", url, json=body, timeout=60) as response:
         for line in response.iter_lines():
             if not lines:
-                holder.execute("begin immediate")
+                assert locked.wait(60)
+                assert calls_of(server, "durable") == []
                 releasing.start()
             lines.append((time.monotonic(), line))
+    locking.join()
     releasing.join()
     holder.close()
     finishing = [at for at, line in lines if '"finish_reason":"' in line or line == "data: [DONE]"]
