@@ -48,6 +48,11 @@ class Call:
     error: EngineError | None = None
     """What the worker wants answered in place of what the server would say."""
     ended: bool = False
+    media_count: int = field(init=False)
+    """Images, sounds, videos and files in all items."""
+
+    def __post_init__(self) -> None:
+        self.media_count = sum(len(item.media) for item in self.items)
 
     async def admit(self, admission: Admission) -> None:
         """Make the intent durable. Raises LogDown."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import JsonValue
 
-from engine.decide import Continuation, Root, echoes
+from engine.decide import Continuation, Root
 from engine.errors import EngineError
 from engine.items import Answer, Item, answer_key, reasoning_digest, traces
 from engine.media import Shown
@@ -79,6 +79,8 @@ class Admission:
     dialect: str
     model: str
     items: tuple[Item, ...]
+    echo: Sequence[JsonValue] = ()
+    """Of `decide.Keys`."""
     decision: Root | Continuation
     policy: ReasoningPolicy
     request_hash: bytes
@@ -158,7 +160,7 @@ def completed(
     sampled = generation.choices.get(answer.index)
     if sampled is None or not sampled.token_ids:
         raise CaptureFailed(f"choice {answer.index} was answered, but the engine reported no tokens for it")
-    if [*generation.prompt_ids] != admission.prompt_ids:
+    if list(generation.prompt_ids) != admission.prompt_ids:
         raise CaptureFailed("the engine reports another prompt than the one decided on: refuse to store it")
     prompt = token_bytes(admission.prompt_ids)
     if admission.parent_chain is not None and prompt[: 4 * admission.prev_len] != token_bytes(admission.parent_chain):
@@ -175,7 +177,7 @@ def completed(
             "depth": 0 if parent is None else parent.depth + 1,
             "decision": "root" if parent is None else "continuation",
             "reason": decision.reason,
-            "evidence": {**decision.evidence, "echo": echoes(admission.items)},
+            "evidence": {**decision.evidence, "echo": [*admission.echo]},
             "candidates": decision.candidates,
             "reasoning_policy": admission.policy,
             "summary_hash": hashing.summary_hash(admission.request_hash, key),

@@ -101,6 +101,15 @@ class Keys:
     """Index of the last model-authored item; None when there is none."""
     request_hash: bytes
     """Of the whole request."""
+    hosted: int | None
+    """Index of the first hosted item; None when there is none."""
+    echo: Sequence[JsonValue]
+    """What the log keeps of the request's answer-like end, so that its decision can be derived again from the log.
+
+    One list for each start: the index, the answer key and the digest of the reasoning from there on (null without any),
+    the first 8 bytes of each in hex. Item digests alone would not do: an answer that came back trimmed, or without its
+    thoughts, has other digests than the one that was served.
+    """
 
 
 def candidate_keys(items: Sequence[Item], render_hash: bytes) -> Keys:
@@ -112,25 +121,15 @@ def candidate_keys(items: Sequence[Item], render_hash: bytes) -> Keys:
     chain = [render_hash]
     for item in items:
         chain.append(hashing.extend_request_hash(chain[-1], item.digest))
-    starts = {hashing.summary_hash(chain[start], answer_key(run)): start for start, run in _runs(items)}
-    return Keys(starts=starts, last=_last(items), request_hash=chain[-1])
-
-
-def echoes(items: Sequence[Item]) -> list[JsonValue]:
-    """What the log keeps of a request's answer-like end, so that its decision can be derived again from the log.
-
-    One list for each start that `candidate_keys` looks up: the index, the answer key and the digest of the reasoning
-    from there on (null without any), the first 8 bytes of each in hex. Item digests alone would not do: an answer
-    that came back trimmed, or without its thoughts, has other digests than the one that was served.
-    """
-    return [
-        [
-            start,
-            answer_key(run)[:ECHOED].hex(),
-            None if (digest := reasoning_digest(run)) is None else digest[:ECHOED].hex(),
-        ]
-        for start, run in _runs(items)
-    ]
+    hosted = next((i for i, item in enumerate(items) if item.kind == "hosted"), None)
+    last = next((i for i in reversed(range(len(items))) if items[i].model_authored), None)
+    starts: dict[bytes, int] = {}
+    echo: list[JsonValue] = []
+    for start, run in _runs(items, last) if hosted is None else ():
+        key, reasoning = answer_key(run), reasoning_digest(run)
+        starts[hashing.summary_hash(chain[start], key)] = start
+        echo.append([start, key[:ECHOED].hex(), None if reasoning is None else reasoning[:ECHOED].hex()])
+    return Keys(starts=starts, last=last, request_hash=chain[-1], hosted=hosted, echo=echo)
 
 
 def choose(
@@ -142,7 +141,7 @@ def choose(
     reasoning that did not come back rules it out under `strict`. A root says so only when no hit is left. Item ids
     rule nothing out, for most harnesses drop them: they prefer the hits whose ids they name.
     """
-    if (hosted := _hosted(items)) is not None:
+    if (hosted := keys.hosted) is not None:
         evidence: dict[str, JsonValue] = {"items": len(items), **difference(hosted, items, None)}
         return Root(reason=f"hosted_item:{items[hosted].text}", evidence=evidence)
     if keys.last is not None and keys.last + 1 == len(items):
@@ -274,26 +273,18 @@ def decide(
     return explain(items, render_hash, tools_digest, recent()) if decision is None else decision
 
 
-def _last(items: Sequence[Item]) -> int | None:
-    """Index of the last model-authored item."""
-    return next((i for i in reversed(range(len(items))) if items[i].model_authored), None)
+def _runs(items: Sequence[Item], last: int | None) -> Iterator[tuple[int, Sequence[Item]]]:
+    """Every start in the run of model-authored items that ends at `last`, with what is from there on.
 
-
-def _runs(items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
-    """Every start in the last run of model-authored items, with what is from there on; none with nothing behind it."""
-    last = _last(items)
-    if last is None or last + 1 == len(items) or _hosted(items) is not None:
+    None when nothing stands behind it.
+    """
+    if last is None or last + 1 == len(items):
         return
     first = last
     while first > 0 and items[first - 1].model_authored:
         first -= 1
     for start in range(first, last + 1):
         yield start, items[start : last + 1]
-
-
-def _hosted(items: Sequence[Item]) -> int | None:
-    """Index of the first hosted item."""
-    return next((i for i, item in enumerate(items) if item.kind == "hosted"), None)
 
 
 def _preferred(hits: Sequence[KnownCall]) -> KnownCall:

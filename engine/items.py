@@ -160,8 +160,7 @@ class Item:
         answer that was nothing but reasoning when a harness does not send reasoning back.
         """
         joined, shown = _joined(parts), _shown(attributes)
-        text = _text(joined)
-        if not shown and len(text) <= _REMEMBERED and joined == [text]:
+        if not shown and (text := _short_text(joined)) is not None:
             return _called(_text_message(role, text), item_id)
         fields: dict[str, JsonValue] = {"kind": "message", "role": role, "parts": _canonical_parts(joined)}
         digest = _digest(fields, shown)
@@ -170,7 +169,7 @@ class Item:
             kind="message",
             role=role,
             digest=digest,
-            text=text,
+            text=_text(joined),
             media=media,
             item_id=item_id,
             canonical=fields if media else None,
@@ -201,8 +200,7 @@ class Item:
     ) -> Item:
         """What a tool gave back for the call of that id; `is_error` is the mark of dialects that have one."""
         joined, shown = _joined(parts), _shown(attributes)
-        text = _text(joined)
-        if not shown and len(text) <= _REMEMBERED and joined == [text]:
+        if not shown and (text := _short_text(joined)) is not None:
             return _text_result(call_id, text, is_error)
         return _tool_result(call_id, joined, is_error, shown)
 
@@ -302,6 +300,12 @@ def _joined(parts: Sequence[str | Media]) -> list[str | Media]:
     return joined
 
 
+def _short_text(joined: Sequence[str | Media]) -> str | None:
+    """What parts say that are one short text and nothing else."""
+    text = joined[0] if len(joined) == 1 else None
+    return text if isinstance(text, str) and len(text) <= _REMEMBERED else None
+
+
 def _text(joined: Sequence[str | Media]) -> str:
     return "".join(part for part in joined if isinstance(part, str))
 
@@ -316,7 +320,7 @@ def _canonical_parts(joined: Sequence[str | Media]) -> list[JsonValue]:
 
 def _shown(attributes: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
     """The attributes that say something."""
-    return {name: value for name, value in (attributes or {}).items() if value not in (None, "", [])}
+    return {name: value for name, value in attributes.items() if value not in (None, "", [])} if attributes else {}
 
 
 def _digest(fields: dict[str, JsonValue], attributes: Mapping[str, JsonValue] | None = None) -> bytes:

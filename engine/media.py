@@ -132,7 +132,7 @@ def media_parts(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, o
     return [
         part
         for content in contents
-        if isinstance(content, Sequence) and not isinstance(content, str)
+        if not isinstance(content, str) and isinstance(content, Sequence)
         for part in content
         if isinstance(part, Mapping) and part.get("type") in _KINDS
     ]

@@ -117,7 +117,7 @@ class Worker:
         if call is None or call.admission is not None or len(conversations) != 1:
             return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
         rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
-        if any(item.media_count for item in call.items):
+        if call.media_count:
             conversations = [[plain(message) for message in conversations[0]]]  # read more than once
         try:
             decision = await self._decide(call, rendering)
@@ -141,7 +141,8 @@ class Worker:
                     too_long = PromptTooLong(limit=limit, prompt_tokens=limit + 1, at_least=True)
                     call.refuse(self._admission(call, rendering, decision, None, []), too_long)
                 raise
-            await self._admit(call, rendering, decision, None, prompt, media_parts(conversations[0]))
+            parts = media_parts(conversations[0]) if call.media_count else []
+            await self._admit(call, rendering, decision, None, prompt, parts)
         except EngineError as error:
             # The gateway answers with it; the server gets an error of its own kind, which it handles without alarm.
             call.error = error
@@ -163,7 +164,7 @@ class Worker:
                     raise
                 return _without_log(call)
             return await self._named(
-                decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent), call.items
+                decide.explain(call.items, rendering.render_hash, rendering.tools_digest, recent), call
             )
         if found.reason == "reasoning_dropped" and call.rollout_id not in self._told_strict:
             self._told_strict[call.rollout_id] = None
@@ -176,13 +177,13 @@ class Worker:
             )
         return found
 
-    async def _named(self, root: Root, items: Sequence[Item]) -> Root:
+    async def _named(self, root: Root, call: Call) -> Root:
         """The same, with the kind of what differs where it is an image alone."""
         nearest = root.evidence.get("nearest_call")
-        if not isinstance(nearest, str) or not any(item.media_count for item in items):
+        if not isinstance(nearest, str) or not call.media_count:
             return root
         try:
-            return decide.with_kind(root, items, await self._journal.media(UUID(nearest)))
+            return decide.with_kind(root, call.items, await self._journal.media(UUID(nearest)))
         except LogDown:
             return root
 
@@ -229,7 +230,7 @@ class Worker:
         """The admitted prompt of a continuation, with all media that it shows where they stand in it."""
         prompt = self._prompt(rendering, spliced(chain, suffix.token_ids))
         decision = decision.spliced(suffix.path, len(suffix.token_ids))
-        parts = media_parts(conversation)
+        parts = media_parts(conversation) if call.media_count else []
         if not parts:
             await self._admit(call, rendering, decision, chain, prompt, parts)
             return prompt
@@ -299,6 +300,7 @@ class Worker:
             dialect=call.dialect,
             model=str(call.model or self._engine.model_config.served_model_name),
             items=call.items,
+            echo=rendering.keys.echo,
             hints=call.hints,
             decision=decision,
             policy=self._reasoning,
@@ -307,7 +309,7 @@ class Worker:
             tools_digest=rendering.tools_digest,
             parent_chain=chain,
             prompt_ids=prompt_ids,
-            media_count=sum(item.media_count for item in call.items),
+            media_count=call.media_count,
             worker=self._journal.worker,
             started_at=call.started_at,
         )

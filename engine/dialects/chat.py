@@ -198,6 +198,8 @@ def _message(choice: _Choice) -> dict[str, JsonValue]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+_ATTRIBUTES = ("name", "task")
+"""Fields of a message that a template may show beside what it says."""
 _UNKNOWN_OF_ASSISTANT = ("function_call", "audio")
 """Fields of an assistant message that say something and have no canonical form."""
 
@@ -207,7 +209,7 @@ def message_items(message: Fields, where: str) -> list[Item]:
     role = message.get("role")
     if role == "assistant":
         return _assistant_items(message, where)
-    attributes: dict[str, JsonValue] = {name: message.get(name) for name in ("name", "task")}
+    attributes: dict[str, JsonValue] = {name: message[name] for name in _ATTRIBUTES if name in message}
     if role == "tool":
         call_id = text_of(message, "tool_call_id", where)
         return [Item.tool_result(call_id, parts_of(message.get("content"), f"{where}.content"), attributes=attributes)]
@@ -227,12 +229,14 @@ def _assistant_items(message: Fields, where: str) -> list[Item]:
     for name in _UNKNOWN_OF_ASSISTANT:
         if message.get(name) is not None:
             raise UnknownItem(name, known="content, reasoning and tool_calls", param=f"{where}.{name}")
-    items = [Item.reasoning(text) for text in _reasoning(message, where)]
-    parts = [*parts_of(message.get("content"), f"{where}.content"), text_of(message, "refusal", where)]
-    named = any(message.get(name) for name in ("name", "task"))
+    thought = "reasoning" in message or "reasoning_content" in message
+    items = [Item.reasoning(text) for text in _reasoning(message, where)] if thought else []
+    parts = parts_of(message.get("content"), f"{where}.content")
+    if refusal := text_of(message, "refusal", where):
+        parts.append(refusal)
+    attributes = {name: message[name] for name in _ATTRIBUTES if name in message}
     calls = objects_of(message.get("tool_calls") or [], f"{where}.tool_calls")
-    if any(parts) or named or not (items or calls):
-        attributes = {name: message.get(name) for name in ("name", "task")}
+    if any(parts) or any(attributes.values()) or not (items or calls):
         items.append(Item.message("assistant", parts, attributes=attributes))
     return items + [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.decide import Continuation, Root, candidate_keys, choose, decide, echoes, explain
+from engine.decide import Continuation, Root, candidate_keys, choose, decide, explain
 from engine.items import Item, answer_key, reasoning_digest, traces
 from store import hashing
 from store.events import ReasoningPolicy
@@ -704,11 +704,12 @@ def test_every_root_has_a_reason_and_json_evidence_whatever_the_items(data: st.D
 def test_the_log_keeps_a_key_of_the_echo_for_each_place_that_is_looked_up() -> None:
     served = [Item.reasoning("Hm."), Item.message("assistant", ["Done.\n"]), Item.tool_call("c1", "ls", "{}")]
     items = [Item.message("user", ["Go."]), *served, Item.tool_result("c1", ["a.txt"])]
-    kept: list[list[object]] = [list(each) for each in echoes(items)]  # type: ignore[arg-type]
-    assert [each[0] for each in kept] == sorted(candidate_keys(items, b"render").starts.values()) == [1, 2, 3]
+    keys = candidate_keys(items, b"render")
+    kept: list[list[object]] = [list(each) for each in keys.echo]  # type: ignore[arg-type]
+    assert [each[0] for each in kept] == sorted(keys.starts.values()) == [1, 2, 3]
     thoughts = reasoning_digest(served)
     assert thoughts is not None
     assert kept[0][1:] == [answer_key(served)[:8].hex(), thoughts[:8].hex()]
     assert [each[2] for each in kept[1:]] == [None, None]
-    assert echoes(items[:-1]) == []  # nothing is looked up for a request that ends with a model's item
-    assert echoes(items[:1]) == []
+    # Nothing is looked up for a request that ends with a model's item.
+    assert candidate_keys(items[:-1], b"render").echo == candidate_keys(items[:1], b"render").echo == []

@@ -6,7 +6,7 @@ which those were but for calls that ended meanwhile: then each state in between 
 counted as `overlapping`.
 
 What an event keeps: digests and roles of the request's items, the render hash, and of its answer-like end one key for
-each start (`engine.decide.echoes`). That is all the verdict depends on.
+each start (`engine.decide.Keys.echo`). That is all the verdict depends on.
 """
 
 from __future__ import annotations
