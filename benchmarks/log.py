@@ -9,7 +9,8 @@
   more. Every event is checked, hashed and compressed.
 - *raw* inserts the same rows, made before, through the driver alone, in transactions as large as turnlog's were on
   average: into the same tables, with the same triggers, indexes and durability. *encoding* is raw that makes the rows
-  within the time, hashed and compressed as turnlog has them, and checks nothing.
+  within the time, hashed and compressed as turnlog has them, and checks nothing. *plain* is raw whose tokens nobody has
+  compressed, four bytes each: what a program sends that takes no trouble.
 
 Events are made before the clock starts; their tokens are text-like (`synthetic_log.corpus`). *small* continues chains
 by 2,000 tokens of which 500 are sampled, *large* are roots of 32,000 of which 500 are, *mix* is what an agent does: a
@@ -45,7 +46,7 @@ import psycopg
 from sqlalchemy import Engine, make_url
 from synthetic_log import corpus
 
-from store import hashing, lineage, migrate, partitions
+from store import codec, hashing, lineage, migrate, partitions
 from store.columns import place_of, stored_row
 from store.database import open_database, read_one, session, write
 from store.events import CallAdmitted, CallCompleted, Event, PolicySpan, RolloutOpened, logprob_bytes, uuid7
@@ -201,7 +202,7 @@ def writers(name: str, make: Make, size: Size) -> dict[str, Any]:
     for kind, calls in size.calls:
         for processes in size.writers:
             rounds = max(1, calls // processes // IN_FLIGHT)
-            runs: dict[str, list[Ran]] = {"turnlog": [], "raw": [], "encoding": []}
+            runs: dict[str, list[Ran]] = {variant: [] for variant in WORK}
             disk: dict[str, float] = {}
             for _ in range(size.repeats):  # in turns, for the disk has moods
                 for variant, ran in runs.items():
@@ -217,6 +218,7 @@ def writers(name: str, make: Make, size: Size) -> dict[str, Any]:
                 **{f"{variant}_per_s": round(rate) for variant, rate in rates.items()},
                 "of_raw": round(rates["turnlog"] / rates["raw"], 2),
                 "of_encoding": round(rates["turnlog"] / rates["encoding"], 2),
+                "of_plain": round(rates["turnlog"] / rates["plain"], 2),
                 "group": round(float(np.mean([each.group for each in ours])), 1),
                 **percentiles([wait for each in ours for wait in each.waits]),
                 **disk,
@@ -295,7 +297,15 @@ def by_driver_encoding(database: Engine, tasks: list[Submissions], group: int, r
     return _by_driver(database, batches(tasks, group), lambda batch: made(batch, database), ready)
 
 
-WORK: dict[str, Callable[..., Part]] = {"turnlog": by_turnlog, "raw": by_driver, "encoding": by_driver_encoding}
+def by_driver_plain(database: Engine, tasks: list[Submissions], group: int, ready: Callable[[], object]) -> Part:
+    """The same rows, made before, with their tokens as they are."""
+    todo = [made(batch, database, compressed=False) for batch in batches(tasks, group)]
+    return _by_driver(database, todo, lambda rows: rows, ready)
+
+
+WORK: dict[str, Callable[..., Part]] = {
+    "turnlog": by_turnlog, "raw": by_driver, "encoding": by_driver_encoding, "plain": by_driver_plain,
+}  # fmt: skip
 Rows = list[tuple[str, list[tuple[Any, ...]]]]
 """Of one transaction: statements, and the rows of each."""
 
@@ -306,17 +316,24 @@ def batches(tasks: list[Submissions], group: int) -> list[list[Event]]:
     return [events[at : at + group] for at in range(0, len(events), group)]
 
 
-def made(batch: list[Event], database: Engine) -> Rows:
+def made(batch: list[Event], database: Engine, *, compressed: bool = True) -> Rows:
     """The batch as the driver takes it, kind by kind."""
     sqlite = database.dialect.name == "sqlite"
     found: Rows = []
     for kind in dict.fromkeys(event.kind for event in batch):
         names, text = insertion(kind, sqlite)
         rows = (stored_row(event) for event in batch if event.kind == kind)
+        if not compressed:
+            rows = (row | _as_they_are(row) for row in rows)
         found.append((text, [tuple(row[name] for name in names) for row in rows]))
         if sqlite:
             found[-1] = (text, [tuple(_id_as_bytes(value) for value in row) for row in found[-1][1]])
     return found
+
+
+def _as_they_are(row: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that nobody has compressed."""
+    return {"codec": 0, "token_ids": codec.unpack(row["codec"], row["token_ids"])} if "codec" in row else {}
 
 
 def _id_as_bytes(value: Any) -> Any:
