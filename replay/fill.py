@@ -127,17 +127,13 @@ def _verified(chains: Chains, payloads: Iterable[Payloads]) -> _Arrays:
     above, own = (piece.column("chain_hash").take(each).to_pylist() for each in (parent, taken))
     token_ids, faults = _decoded(stored)
     logprobs: list[Bytes] = [*stored.logprobs]
-    for at, raw in enumerate(token_ids):
-        if at in faults:
-            continue
-        if len(raw) != size[at] or len(stored.logprobs[at]) != count[at]:
-            faults[at] = (
-                "length_mismatch",
-                f"it holds {len(raw) // 4} tokens and {len(stored.logprobs[at]) // 4} log-probabilities, "
-                f"its counts say {size[at] // 4} and {count[at] // 4}",
-            )
-        elif hashing.chain_hash(above[at], raw) != own[at]:
-            faults[at] = ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash")
+    lengths = [*map(len, token_ids)], [*map(len, logprobs)]
+    for at in sorted({*_differing(lengths[0], size), *_differing(lengths[1], count)}):
+        holds = f"{lengths[0][at] // 4} tokens and {lengths[1][at] // 4} log-probabilities"
+        why = f"it holds {holds}, its counts say {size[at] // 4} and {count[at] // 4}"
+        faults.setdefault(at, ("length_mismatch", why))
+    for at in _differing([*map(hashing.chain_hash, above, token_ids)], own):
+        faults.setdefault(at, ("chain_hash_mismatch", "its tokens on top of its parent's do not give its chain hash"))
     for at in faults:
         token_ids[at], logprobs[at] = bytes(size[at]), bytes(count[at])
     gaps = (4 * (piece.ints("prompt_len") - piece.ints("prev_len"))[chains.call]).tolist()
@@ -148,6 +144,13 @@ def _verified(chains: Chains, payloads: Iterable[Payloads]) -> _Arrays:
         logprobs=np.frombuffer(b"".join(scores), "<f4"),
         why={int(calls[at]): fault for at, fault in faults.items()},
     )
+
+
+def _differing(found: list[Any], expected: list[Any]) -> list[int]:
+    """Places at which two equally long lists differ."""
+    if found == expected:
+        return []
+    return [at for at, (here, there) in enumerate(zip(found, expected, strict=True)) if here != there]
 
 
 def _decoded(stored: Payloads) -> tuple[list[Bytes], dict[int, tuple[str, str]]]:

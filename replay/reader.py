@@ -249,7 +249,9 @@ class _ArrowReader:
     def payloads(self, name: str, **parameters: Value) -> Iterator[Payloads]:
         for batch in self._ask(name, parameters, _LARGE):
             sequence, codec, token_ids, logprobs = batch.columns
-            yield Payloads(sequence.to_pylist(), codec.to_pylist(), _views(token_ids), _views(logprobs))
+            # Not by `to_pylist`, which takes forty times as long.
+            numbers, codecs = sequence.to_numpy().tolist(), codec.to_numpy().tolist()
+            yield Payloads(numbers, codecs, _views(token_ids), _views(logprobs))
 
     def _ask(self, name: str, parameters: Mapping[str, Value], lines: int) -> Iterator[pa.RecordBatch]:
         text = query(name, self._dialect)
