@@ -66,7 +66,7 @@ class Gateway:
         if wanted.rollout_id is None:
             with tracing.request(scope["headers"]):
                 await self._app(scope, receive, send)
-        elif dialect is None or scope["type"] == "websocket":
+        elif dialect is None or scope["type"] == "websocket" or scope["method"] != "POST":
             await self._app(_moved(scope, wanted.path), receive, send)
         else:
             await self._capture(_moved(scope, wanted.path), receive, send, wanted.rollout_id, dialect)
@@ -178,12 +178,12 @@ class _Answer:
                 await self._complete(_response_of(body))
         except EngineError as error:
             self._end(error.status, str(error))
+            shared = _sharing(self._start)
             if isinstance(error, PromptTooLong) and self._streamed and self._dialect.REFUSES_IN_STREAM:
-                await _answer(
-                    self._send, 200, b"text/event-stream", self._dialect.StreamedResponse().error_event(error)
-                )
+                told = self._dialect.StreamedResponse().error_event(error)
+                await _answer(self._send, 200, b"text/event-stream", told, *shared)
             else:
-                await _answer_error(self._send, error, self._dialect)
+                await _answer_error(self._send, error, self._dialect, *shared)
             return
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -220,6 +220,8 @@ class _Answer:
     async def _finish_stream(self, stream: Stream) -> None:
         self._closed = True
         try:
+            if stream.unreadable:
+                raise UnreadableAnswer(str(stream.failed))
             if stream.failed is not None:
                 self._end(500, stream.failed)
             elif not stream.completed:
@@ -288,9 +290,14 @@ def _message_of(body: bytes) -> str:
     return text[:500]
 
 
-async def _answer_error(send: Send, error: EngineError, dialect: Dialect) -> None:
+def _sharing(start: Message) -> list[tuple[bytes, bytes]]:
+    """The headers by which a browser lets a page of another origin read the answer."""
+    return [(name, value) for name, value in start["headers"] if name.lower().startswith((b"access-control-", b"vary"))]
+
+
+async def _answer_error(send: Send, error: EngineError, dialect: Dialect, *headers: tuple[bytes, bytes]) -> None:
     body = json.dumps(dialect.error_body(error)).encode()
-    more: list[tuple[bytes, bytes]] = []
+    more = [*headers]
     if isinstance(error, LogDown):
         more.append((b"retry-after", str(error.retry_after).encode()))
     elif isinstance(error, NoToken):

@@ -23,6 +23,8 @@ from pydantic import JsonValue
 
 from engine.items import Item
 
+ROLES = ("title", "summary", "subagent")
+"""What a call may be for, where it is no agent's ordinary one."""
 _LONGEST = 200
 """Characters of a value that are kept: names are shorter, and a header may hold anything."""
 _HEAD = 1000

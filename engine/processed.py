@@ -78,6 +78,13 @@ class Processed:
         by_modality: dict[str, list[Mapping[str, object]]] = {}
         for part in parts:
             by_modality.setdefault(modality_of(part), []).append(part)
+        for modality, places in prompt["mm_placeholders"].items():
+            if len(places) != (sent := len(by_modality.get(modality, ()))):
+                raise EngineMismatch(
+                    "the processor",
+                    f"showing {len(places)} of {modality} where the request has {sent}",
+                    remedy="send text alone, what such a model or option makes of media cannot be kept",
+                )
         for place in _places(prompt):
             here = prompt["mm_placeholders"][place.modality][place.number]
             mm_hash = prompt["mm_hashes"][place.modality][place.number]

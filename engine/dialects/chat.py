@@ -34,6 +34,8 @@ PATH = "/v1/chat/completions"
 REFUSES_IN_STREAM = False
 
 _ROLES = "role system, developer, user, assistant or tool"
+_MOST_CHOICES = 16_384
+"""Answers that vLLM gives to one request, unless told otherwise; it says so only when all of them are in the log."""
 _FROM_OUTSIDE: dict[str, MessageRole] = {"system": "system", "developer": "developer", "user": "user"}
 """Roles of messages that no model writes."""
 
@@ -46,6 +48,10 @@ def request_items(body: Fields) -> tuple[Item, ...]:
     if body.get("use_beam_search"):
         why = "use_beam_search is true, beams are not sampled: leave it out in a rollout"
         raise BadRequest(why, param="use_beam_search")
+    n = body.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= _MOST_CHOICES):
+        why = f"n is {wire.shown(n)}, the number of answers: send a whole number from 1 to {_MOST_CHOICES}"
+        raise BadRequest(why, param="n")
     items: list[Item] = []
     for position, message in enumerate(objects_of(body.get("messages"), "messages")):
         items += message_items(message, f"messages[{position}]")
@@ -150,7 +156,7 @@ class StreamedResponse(wire.Stream):
             for position, choice in enumerate(objects_of(event.get("choices") or [], "choices")):
                 self._take(choice, f"choices[{position}]")
         except BadRequest as unreadable:
-            self.failed = f"the server's stream cannot be captured: {unreadable}"
+            self._cannot_read(unreadable)
 
     def response(self) -> dict[str, JsonValue]:
         """The plain answer's shape, without usage."""

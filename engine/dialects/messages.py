@@ -171,7 +171,7 @@ class StreamedResponse(wire.Stream):
                 case _:  # a ping, the end of a block, or a kind of event that later servers may send: it adds nothing
                     pass
         except BadRequest as unreadable:
-            self.failed = f"the server's stream cannot be captured: {unreadable}"
+            self._cannot_read(unreadable)
 
     def response(self) -> dict[str, JsonValue]:
         """The plain answer's shape, without usage."""

@@ -197,7 +197,7 @@ class StreamedResponse(wire.Stream):
             elif event.get("error") is not None:  # the shape in which vLLM tells of an error inside any stream
                 self._fail(object_of(event["error"], "error"))
         except BadRequest as unreadable:
-            self.failed = f"the server's stream cannot be captured: {unreadable}"
+            self._cannot_read(unreadable)
 
     def response(self) -> dict[str, JsonValue]:
         """The plain answer's shape, without usage."""

@@ -50,6 +50,8 @@ class Stream(ABC):
     def __init__(self) -> None:
         self.failed: str | None = None
         """Why the answer cannot be completed: the server's error, or an event that cannot be read."""
+        self.unreadable = False
+        """It is the latter: the server does not know that anything is wrong, and its client must be told."""
         self.ended = False
         """Whether nothing of the answer follows any more."""
 
@@ -82,7 +84,11 @@ class Stream(ABC):
         if isinstance(event, dict):
             self.feed(cast("Fields", event))
         else:
-            self.failed = f"the server's stream cannot be captured: {data[:80]!r} is no JSON object"
+            self._cannot_read(f"{data[:80]!r} is no JSON object")
+
+    def _cannot_read(self, why: object) -> None:
+        self.failed = self.failed or f"the server's stream cannot be captured: {why}"
+        self.unreadable = True
 
 
 class Dialect(Protocol):

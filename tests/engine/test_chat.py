@@ -168,6 +168,10 @@ def test_media_parts_become_addresses() -> None:
     ("body", "said"),
     [
         ({}, "messages is null, not a list of objects"),
+        ({"messages": [], "n": 0}, "n is 0, the number of answers: send a whole number from 1 to 16384"),
+        ({"messages": [], "n": 100_000}, "n is 100000, the number of answers"),
+        ({"messages": [], "n": 2.0}, "n is 2.0, the number of answers"),
+        ({"messages": [], "n": "2"}, "n is '2', the number of answers"),
         ({"messages": "hi"}, "messages is 'hi', not a list of objects"),
         ({"messages": [1]}, "messages[0] is 1, not an object"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is null"),

@@ -13,7 +13,7 @@ from engine.access import Access
 from engine.call import CURRENT, Call
 from engine.capture import Admission
 from engine.decide import Root
-from engine.errors import EngineError
+from engine.errors import EngineError, PromptTooLong
 from engine.gateway import Gateway
 from engine.journal import Journal
 from store import log
@@ -196,6 +196,59 @@ def test_an_error_in_a_stream_ends_the_call_as_failed(journal: Journal) -> None:
         (end,) = log.ends(connection, "r")
         assert log.calls(connection, "r") == []
     assert (end.state, end.reason) == ("failed", "the engine died")
+
+
+@pytest.mark.parametrize("event", [b'{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": null}]}}]}', b"[1]"])
+def test_a_stream_that_cannot_be_read_is_not_taken_for_a_whole_answer(journal: Journal, event: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        async def with_one_more(message: dict[str, Any]) -> None:
+            if b"Hello" in message.get("body", b""):
+                await send({**message, "body": b"data: " + event + b"\n\n" + message["body"]})
+            else:
+                await send(message)
+
+        await stream(scope, receive, with_one_more)
+
+    told = ask(Gateway(app, journal=journal)).text
+    assert "the server's stream cannot be captured" in told
+    assert "[DONE]" not in told
+    assert "stop" not in told
+    journal.close()
+    with read(journal.database) as connection:
+        assert log.calls(connection, "r") == []
+        (end,) = log.ends(connection, "r")
+    assert end.state == "failed"
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "GET"])
+def test_what_a_browser_asks_before_a_call_is_the_servers_to_answer(journal: Journal, method: str) -> None:
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        assert (scope["path"], CURRENT.get()) == ("/v1/chat/completions", None)
+        await start(send, 204)
+        await body(send, b"")
+
+    async def request() -> httpx.Response:
+        transport = httpx.ASGITransport(app=Gateway(app, journal=journal))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, "/rollouts/r/v1/chat/completions")
+
+    assert asyncio.run(request()).status_code == 204
+
+
+def test_a_page_of_another_origin_may_read_why_its_call_was_refused(journal: Journal) -> None:
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        call.refuse(admission(call), PromptTooLong(limit=3, prompt_tokens=4))
+        headers = [(b"access-control-allow-origin", b"*"), (b"vary", b"Origin"), (b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await body(send, b"{}")
+
+    answer = ask(Gateway(app, journal=journal))
+    assert (answer.status_code, answer.headers["access-control-allow-origin"], answer.headers["vary"]) == (
+        400, "*", "Origin",
+    )  # fmt: skip
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_an_application_that_crashes_ends_the_call_as_failed(journal: Journal) -> None:

@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from engine.errors import LogDown
+from engine.errors import EngineMismatch, LogDown
 from engine.processed import Processed, Read
 from replay.media_tensors import tensor_of
 from store import tensors
@@ -67,7 +67,8 @@ def read(processed: Processed, prompt: Mapping[str, Any], again: MultiModalKwarg
         assert again is not None, "nothing had to be processed again"
         return prompt_of(again)
 
-    return asyncio.run(processed.shown(prompt, [PART], alone))
+    shown = prompt.get("mm_placeholders", {"image": []})["image"]
+    return asyncio.run(processed.shown(prompt, [PART] * len(shown), alone))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
@@ -149,6 +150,14 @@ def test_a_media_store_that_cannot_be_written_stops_the_call(tmp_path: Any) -> N
     found = read(processed, prompt_of(item_of(torch.ones(8, 12), [1, 2, 4])))
     with pytest.raises(LogDown, match="cannot be written"):
         asyncio.run(processed.store(found, found.shown))
+
+
+@pytest.mark.parametrize("modality", ["vision_chunk", "audio"])
+def test_media_that_the_request_does_not_show_so_are_refused_by_name(media: MediaStore, modality: str) -> None:
+    prompt = prompt_of(item_of(torch.ones(24, 12, dtype=torch.uint8), [1, 4, 6]))
+    prompt["mm_placeholders"][modality] = prompt["mm_placeholders"]["image"]
+    with pytest.raises(EngineMismatch, match=f"showing 1 of {modality} where the request has 0: send text alone"):
+        read(Processed(media, None, patch=14), prompt)
 
 
 def test_a_prompt_of_text_shows_nothing(media: MediaStore) -> None:
