@@ -44,7 +44,7 @@ import hashlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -155,7 +155,7 @@ class Policy:
 
 
 _POLICY = TypeAdapter(Policy)
-_KNOWN = f"a policy has {', '.join(Policy.__dataclass_fields__)}"
+_KNOWN = f"a policy has {', '.join(field.name for field in fields(Policy))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def eligible(outline: pa.Table, trained: pa.Table, policy: Policy, *, trainer_ve
     """Judge every rollout of an outline.
 
     Args:
-        outline: one line a row, `replay.outline.Outline.table`.
+        outline: one line a row, `replay.rowset.Outline.table`.
         trained: what was trained before, as `TRAINED` has it.
         policy: what is wanted.
         trainer_version: policy version of the weights about to be trained, for policies that compare with it.

@@ -8,6 +8,7 @@
     ├── LosesEvents         a downgrade would drop what events say: agree to that, or stay
     ├── UnknownPartition    no partition of this name, or one that must stay
     ├── UnknownRole         no name that a role can have
+    ├── SharedRole          one name for two roles, of which each would take the other's rights away
     ├── NotOwner            the schema belongs to another user of the database
     ├── NeedsPostgres       SQLite has nothing of the kind
     ├── LogUnavailable      the database cannot be reached or written: retry later
@@ -48,12 +49,13 @@ class BadUrl(LogError):
 class SchemaMismatch(LogError):
     """The database is not at the schema revision that this release knows."""
 
-    def __init__(self, *, found: str | None, expected: str, remedy: str) -> None:
+    def __init__(self, database: str, *, found: str | None, expected: str, remedy: str) -> None:
+        """`database` is its URL without the password."""
         self.found = found
         self.expected = expected
         self.remedy = remedy
         shown = "no turnlog schema" if found is None else f"schema revision {found!r}"
-        super().__init__(f"the database has {shown}, this release needs {expected!r}: {remedy}")
+        super().__init__(f"{database} has {shown}, this release needs {expected!r}: {remedy}")
 
 
 class SchemaBusy(LogError):
@@ -104,6 +106,17 @@ class UnknownRole(LogError):
         self.name = name
         super().__init__(
             f"{name!r} cannot be a role: take a name of letters, digits and _ that is not the owner's and not pg_..."
+        )
+
+
+class SharedRole(LogError):
+    """One name was given to two roles."""
+
+    def __init__(self, name: str, kinds: Sequence[str]) -> None:
+        self.name = name
+        super().__init__(
+            f"role {name!r} is named for {' and '.join(kinds)}, and what one may do is taken from the other: give each "
+            "a name, and make a login a member of both"
         )
 
 

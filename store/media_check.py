@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 from uuid import UUID
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from store import schema
 from store.errors import MediaDamaged, MediaMissing
@@ -103,8 +103,3 @@ def orphans(connection: Connection, media: MediaStore, *, older_than: timedelta)
     for each in media.objects():
         if each.address not in named and each.written_at is not None and each.written_at <= before:
             yield each
-
-
-def shown_count(connection: Connection) -> int:
-    """How many occurrences the log has."""
-    return connection.scalar(select(func.count()).select_from(schema.call_media)) or 0

@@ -23,7 +23,7 @@ from store.database import read
 from store.errors import LosesEvents, SchemaMismatch, UnknownRevision
 from store.exclusive import LOCK_SECONDS, exclusively
 
-_UPGRADE = "run `turnlog db upgrade`"
+_UPGRADE = "run `turnlog db upgrade` on it (--db, or TURNLOG_URL)"
 _TRIGGERS = {
     "sqlite": text("select name from sqlite_master where type = 'trigger'"),
     "postgresql": text(
@@ -54,7 +54,7 @@ def upgrade(database: Engine, to: str | None = None) -> tuple[str, ...]:
     """
     with exclusively(database) as connection:
         found = _revision(connection)
-        _refuse_newer(found)
+        _refuse_newer(database, found)
         lacking = _between(found, to or head())
         if database.dialect.name == "postgresql":
             connection.commit()  # each revision begins its own transaction
@@ -74,7 +74,7 @@ def downgrade(database: Engine, to: str, *, lose: bool = False) -> tuple[str, ..
     dropped, unless `lose` says that it may.
     """
     with exclusively(database) as connection:
-        undone = _above(_revision(connection), to)
+        undone = _above(database, _revision(connection), to)
         if (lost := _losses(connection, undone)) and not lose:
             raise LosesEvents(to, lost)
         if database.dialect.name == "postgresql":
@@ -86,7 +86,7 @@ def downgrade(database: Engine, to: str, *, lose: bool = False) -> tuple[str, ..
 def losses(database: Engine, to: str) -> list[str]:
     """What a downgrade would drop of what events say; raises UnknownRevision."""
     with read(database) as connection:
-        return _losses(connection, _above(_revision(connection), to))
+        return _losses(connection, _above(database, _revision(connection), to))
 
 
 def upgrade_sql(database: Engine) -> str:
@@ -95,7 +95,7 @@ def upgrade_sql(database: Engine) -> str:
         return "pragma page_size = 16384;\npragma journal_mode = wal;\n" + _offline("sqlite", None, f"base:{head()}")
     with read(database) as connection:
         found = _revision(connection)
-        _refuse_newer(found)
+        _refuse_newer(database, found)
         words = "" if found == head() else _offline(database.dialect.name, connection, f"{found or 'base'}:{head()}")
         if database.dialect.name == "postgresql":
             now = datetime.now(UTC)
@@ -109,7 +109,7 @@ def downgrade_sql(database: Engine, to: str) -> str:
     """What `downgrade` would do, as SQL; the database is only read. Raises UnknownRevision."""
     with read(database) as connection:
         found = _revision(connection)
-        lost = "".join(f"-- loses {each}\n" for each in _losses(connection, _above(found, to)))
+        lost = "".join(f"-- loses {each}\n" for each in _losses(connection, _above(database, found, to)))
         return lost + _offline(database.dialect.name, connection, f"{found}:{to}")
 
 
@@ -142,8 +142,8 @@ def require_current(database: Engine) -> None:
     found = current(database)
     expected = head()
     if found != expected:
-        _refuse_newer(found)
-        raise SchemaMismatch(found=found, expected=expected, remedy=_UPGRADE)
+        _refuse_newer(database, found)
+        raise SchemaMismatch(_shown(database), found=found, expected=expected, remedy=_UPGRADE)
     with read(database) as connection:
         missing = schema.guards(database.dialect.name) - set(connection.scalars(_TRIGGERS[database.dialect.name]))
         if database.dialect.name == "postgresql":
@@ -151,6 +151,7 @@ def require_current(database: Engine) -> None:
             missing |= {each for each in partitions.unguarded(connection) if each.partition(".")[2] not in missing}
     if missing:
         raise SchemaMismatch(
+            _shown(database),
             found=f"{found} without its triggers {', '.join(sorted(missing))}",
             expected=expected,
             remedy="events could have been changed; restore the database from a copy, "
@@ -168,9 +169,9 @@ def _between(found: str | None, newest: str) -> tuple[str, ...]:
     return tuple(names[names.index(found) + 1 if found else 0 : names.index(newest) + 1])
 
 
-def _above(found: str | None, to: str) -> tuple[str, ...]:
+def _above(database: Engine, found: str | None, to: str) -> tuple[str, ...]:
     """The revisions above `to`, newest first; a log without its first revision would be no log."""
-    _refuse_newer(found)
+    _refuse_newer(database, found)
     below = [] if found is None else [name for name in _between(None, found) if name != found]
     if to not in below:
         raise UnknownRevision(to, below)
@@ -191,9 +192,14 @@ def _goes_down(revisions: str) -> bool:
     return found != "base" and found > to
 
 
-def _refuse_newer(found: str | None) -> None:
+def _refuse_newer(database: Engine, found: str | None) -> None:
     if found is not None and found not in {script.revision for script in _scripts()}:
-        raise SchemaMismatch(found=found, expected=head(), remedy=f"use the release of turnlog that knows {found!r}")
+        remedy = f"use the release of turnlog that knows {found!r}"
+        raise SchemaMismatch(_shown(database), found=found, expected=head(), remedy=remedy)
+
+
+def _shown(database: Engine) -> str:
+    return database.url.render_as_string(hide_password=True)
 
 
 def _revision(connection: Connection) -> str | None:

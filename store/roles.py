@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, text
 
-from store.errors import UnknownRole
+from store.errors import SharedRole, UnknownRole
 from store.statements import statements
 
 _NAME = re.compile(r"(?!pg_)(?!public$)[A-Za-z_][A-Za-z0-9_-]{0,62}")
@@ -35,13 +35,16 @@ ALL = Roles(worker="turnlog_worker", trainer="turnlog_trainer", auditor="turnlog
 
 
 def grant(connection: Connection, roles: Roles) -> None:
-    """Make these roles, or bring them to what they may do in this release; raises UnknownRole. The caller commits."""
+    """Make these roles, or bring them to what they may do in this release. The caller commits.
+
+    Raises UnknownRole and SharedRole.
+    """
     for words in _statements(connection, roles):
         connection.exec_driver_sql(words, execution_options={"no_parameters": True})
 
 
 def as_sql(connection: Connection, roles: Roles) -> str:
-    """The same as SQL, for whoever runs it by hand; raises UnknownRole."""
+    """The same as SQL, for whoever runs it by hand; raises UnknownRole, SharedRole."""
     return "".join(f"{words};\n" for words in _statements(connection, roles))
 
 
@@ -51,13 +54,15 @@ def show_new_views(connection: Connection) -> None:
 
 
 def _statements(connection: Connection, roles: Roles) -> list[str]:
+    named = {kind: name for kind, name in asdict(roles).items() if name is not None}
+    for name in named.values():
+        if len(kinds := [kind for kind, other in named.items() if other == name]) > 1:
+            raise SharedRole(name, kinds)
     owners = set(connection.scalars(_OWNERS))
     preparer = connection.dialect.identifier_preparer
     where = preparer.quote(connection.scalar(text("select current_schema()")))
     found: list[str] = []
-    for kind, name in asdict(roles).items():
-        if name is None:
-            continue
+    for kind, name in named.items():
         if not _NAME.fullmatch(name) or name in owners:
             raise UnknownRole(name)
         names = {"{role}": preparer.quote_identifier(name), "{same}": f"'{name}'", "{schema}": where}

@@ -111,7 +111,9 @@ def _expected() -> tuple[type[Exception], ...]:
 @app.command(epilog="Example: [bold]turnlog demo[/]")
 def demo(
     url: Db = None,
-    folder: Annotated[Path, typer.Option(help="Where the model and the server's log are kept.")] = Path("demo"),
+    folder: Annotated[
+        Path, typer.Option(file_okay=False, help="Where the model and the server's log are kept.")
+    ] = Path("demo"),
 ) -> None:
     """Run the whole path on this machine: agent, model server, log, rows, one optimizer step. A few minutes."""
     from turnlog.errors import MissingPackages
@@ -203,8 +205,8 @@ def _prepare(url: str, *, create: bool) -> None:
 
 
 @app.command(
-    epilog="Examples: [bold]turnlog show[/] lists the rollouts, [bold]turnlog show demo-1[/] draws one, "
-    "[bold]turnlog show demo-1 --boundary 3 --tokenizer MODEL[/] says what changed before its third call."
+    epilog="Examples: [bold]turnlog show[/] lists the rollouts, [bold]turnlog show demo1-1[/] draws one, "
+    "[bold]turnlog show demo1-1 --boundary 3 --tokenizer MODEL[/] says what changed before its third call."
 )
 def show(
     rollout: Annotated[str | None, typer.Argument(help="Id of the rollout. Without it: a list of all.")] = None,
@@ -226,6 +228,8 @@ def show(
 
     if boundary is not None and rollout is None:
         raise typer.BadParameter("names a call of a rollout: name the rollout too", param_hint="--boundary")
+    if tokenizer is not None and boundary is None:
+        raise typer.BadParameter("shows the texts of a boundary: give --boundary too", param_hint="--tokenizer")
     with opened(url) as database, read(database) as connection:
         if rollout is not None and boundary is not None:
             changed = found_boundary(connection, rollout, boundary, tokenizer)
@@ -348,7 +352,7 @@ def rows(
     for table in summary_tables(found, unfinished):
         Console().print(table)
     Console(soft_wrap=True).print(
-        f"the same rows again, at any time: [bold]{escape(again(found, rollout, archive))}[/]"
+        f"the same rows again, at any time: [bold]{escape(again(found, rollout, archive, url))}[/]"
     )
     if out is not None:
         Console(soft_wrap=True).print(f"wrote {found.rows} rows to {out}")
@@ -428,6 +432,8 @@ def sql(
 
     if sum((as_csv, as_json, parquet is not None)) > 1:
         raise typer.BadParameter("--csv, --json and --parquet are three answers: ask for one of them")
+    if query is None and (as_csv or parquet is not None or archive is not None):
+        raise typer.BadParameter("--csv, --parquet and --archive are for the answer to a query: give one")
     with opened(url) as database:
         if query is None:
             listed = tables(database)

@@ -30,8 +30,21 @@ Rule = Annotated[
     Literal["completed", "declared", "output"],
     typer.Option(help="Which calls count: all that completed, those that the outcome accepts, or those in its output."),
 ]
+
+
+def _known(roles: list[str] | None) -> list[str] | None:
+    """The roles again, if all are ones that a hint may name: a slip of the pen would leave nothing out."""
+    from engine.hints import ROLES
+
+    for role in roles or ():
+        if role not in ROLES:
+            raise typer.BadParameter(f"{role!r} is no role of a call: one of {', '.join(ROLES)}")
+    return roles
+
+
 ExcludeRole = Annotated[
-    list[str] | None, typer.Option(help="Leave out calls of this role, such as title; may be repeated.")
+    list[str] | None,
+    typer.Option(callback=_known, help="Leave out calls of this role: title, summary or subagent; may be repeated."),
 ]
 AsOf = Annotated[str | None, typer.Option(metavar="POSITION", help="The log as it was at this position. Default: now.")]
 Archived = Annotated[

@@ -81,9 +81,9 @@ class NoMegatron(CommandError):
 class BadJson(CommandError):
     """What should be JSON is not there, or is none."""
 
-    def __init__(self, where: str, why: str) -> None:
+    def __init__(self, where: str, why: str, remedy: str = "name a file of JSON, or - for standard input") -> None:
         self.where = where
-        super().__init__(f"{where} cannot be read as JSON ({why}): name a file of JSON, or - for standard input")
+        super().__init__(f"{where} cannot be read as JSON ({why}): {remedy}")
 
 
 class CorpusTooSmall(CommandError):

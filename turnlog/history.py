@@ -46,7 +46,8 @@ def replay_history(
     world: Annotated[int, typer.Option(min=1, help="Data-parallel ranks of the trainer.")] = 1,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tokens of a micro-batch.")] = 16_384,
     trainer_version: Annotated[
-        int | None, typer.Option(help="Policy version of the trainer's weights, from which staleness is counted.")
+        int | None,
+        typer.Option(min=0, help="Policy version of the trainer's weights, from which staleness is counted."),
     ] = None,
     correction: Annotated[
         str, typer.Option(help="How a trainer weighs what older weights sampled: none, token or sequence.")
@@ -80,6 +81,8 @@ def replay_history(
 
     if record and trainer_version is None:
         raise typer.BadParameter("the log keeps it with each row: give --trainer-version", param_hint="--record")
+    if not run.strip():
+        raise typer.BadParameter("a run has a name: leave the option out for 'history'", param_hint="--run")
     try:
         weighed = Correction(kind=cast("CorrectionKind", correction), cap=cap)
     except ValueError as error:
@@ -113,6 +116,7 @@ def replay_history(
         drawn = Steps(asked, found, provenance.trained(database, found.position.trained, archive=archive))
         numbers = Numbers(found, drawn)
         folder = None if out is None else Folder(out, drawn)
+        recorded = 0
         facts: list[dict[str, JsonValue]] = []
         damaged: dict[str, Refusal] = {}
         progress.update(task, description="Drawing steps", completed=0, total=steps)
@@ -124,7 +128,9 @@ def replay_history(
                 if folder is not None:
                     folder.write(step, filled)
                 if record:
-                    provenance.record(database, drawn.trained(step, filled, at=time.time_ns() // 1000))
+                    trained = drawn.trained(step, filled, at=time.time_ns() // 1000)
+                    provenance.record(database, trained)
+                    recorded += len(trained)
             progress.advance(task)
         if folder is not None:
             folder.close()
@@ -137,6 +143,7 @@ def replay_history(
                 "left_out_rollouts": left_out,
                 "steps": [*facts],
                 "refused": {rollout_id: refusal.detail for rollout_id, refusal in damaged.items()},
+                "recorded_rows": recorded,
                 "out": None if out is None else str(out),
             }
         )
@@ -147,5 +154,7 @@ def replay_history(
     said.print(f"drawn from {len(drawn.eligible)} rollouts as of {found.position}" + (why and f"; left out: {why}"))
     for rollout_id, refusal in damaged.items():
         said.print(f"rollout {rollout_id} is refused, its rows are in no step: {refusal.reason}, {refusal.detail}")
+    if record:
+        said.print(f"recorded {recorded} rows as trained by run {run}")
     if out is not None:
         said.print(f"wrote {len(facts)} steps and plan.json to {out}")

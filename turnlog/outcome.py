@@ -54,7 +54,9 @@ def outcome_of(
         "status": status,
         "accepted": None if accepted is None else [*accepted],
         "output": None if output is None else _read(output),
-        "declared_rewrites": [_parsed(text, "--declared-rewrite") for text in rewrites],
+        "declared_rewrites": [
+            _parsed(text, f"--declared-rewrite {text!r}", remedy="write it as in '{\"at\": 3}'") for text in rewrites
+        ],
         "outcome_id": outcome_id,
     }
     try:
@@ -71,9 +73,9 @@ def _read(file: str) -> JsonValue:
         raise BadJson(file, str(error)) from error
 
 
-def _parsed(text: str, where: str) -> JsonValue:
+def _parsed(text: str, where: str, **told: str) -> JsonValue:
     try:
         found: JsonValue = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadJson(where, str(error)) from error
+        raise BadJson(where, str(error), **told) from error
     return found

@@ -94,7 +94,8 @@ class Folder:
         self._written: list[JsonValue] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "plan.json").unlink(missing_ok=True)
+            for old in (folder / "plan.json", *folder.glob("step-*.parquet")):  # of an earlier run
+                old.unlink(missing_ok=True)
         except OSError as error:
             raise FileUnwritable(str(folder), error.strerror or str(error)) from error
 

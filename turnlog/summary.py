@@ -61,8 +61,8 @@ def summary(found: Tally, unfinished: Mapping[str, int]) -> dict[str, JsonValue]
     }
 
 
-def again(found: Tally, rollouts: Sequence[str] | None, archive: str | None) -> str:
-    """The command that gives the same rows, whatever the log gets from now on; `--db` aside."""
+def again(found: Tally, rollouts: Sequence[str] | None, archive: str | None, url: str | None) -> str:
+    """The command that gives the same rows, whatever the log gets from now on; passwords are left out."""
     words = ["turnlog", "rows", "--as-of", str(found.position)]
     if found.selection.rule != "completed":
         words += ["--rule", found.selection.rule]
@@ -70,8 +70,8 @@ def again(found: Tally, rollouts: Sequence[str] | None, archive: str | None) -> 
         words += ["--exclude-role", role]
     for rollout_id in rollouts or ():
         words += ["--rollout", rollout_id]
-    if archive:
-        words += ["--archive", shown_url(archive)]
+    for name, value in (("--archive", archive), ("--db", url)):
+        words += [name, shown_url(value)] if value is not None else []
     return shlex.join(words)
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -81,6 +81,8 @@ def tail_log(
     console = Console(soft_wrap=True, highlight=False)
     with opened(url) as database:
         position = tail.now(database) if after == "now" else Position.parse(after) if after else Position()
+        if beyond := _beyond(position, tail.now(database)):
+            notes().print(f"[yellow]turnlog:[/] {beyond}")
         wanted = _Wanted(
             rollouts=tuple(rollout or ()), kinds=cast("tuple[Kind, ...]", tuple(kind or tail.KINDS)), tokens=tokens
         )
@@ -103,6 +105,19 @@ def tail_log(
     notes().print(f"what follows: --after {position}", style="dim")
     if code:
         raise typer.Exit(code)
+
+
+def _beyond(after: Position, reached: Position) -> str | None:
+    """What is to be said of a position that the log has not reached: it may be one of another log.
+
+    It is no error: a log whose newest partitions have gone into the archive does not know how far it was.
+    """
+    if all(had <= has for had, has in zip(astuple(after), astuple(reached), strict=True)):
+        return None
+    return (
+        f"--after {after} is ahead of the log, which has reached {reached}: what it gets up to there is not told; "
+        "give a position of this log"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from engine.journal import Journal
 from replay.rowset import build
 from store import lineage, log, migrate, partitions, roles, schema
 from store.database import open_database, read, write
-from store.errors import NotOwner, UnknownRole
+from store.errors import NotOwner, SharedRole, UnknownRole
 from store.events import CallAdmitted, CallEnded, RolloutOpened, RolloutScored, RowTrained, uuid7
 from store.exclusive import exclusively
 from store.roles import Roles
@@ -284,6 +284,17 @@ def test_the_sql_of_a_grant_does_the_same_when_somebody_else_runs_it(postgres_da
 def test_a_name_that_cannot_be_a_role_is_refused(postgres_database, name):
     with pytest.raises(UnknownRole, match="take a name of letters"), exclusively(postgres_database) as connection:
         roles.grant(connection, Roles(worker=name))
+
+
+def test_one_name_for_two_roles_is_refused_and_nothing_is_granted(postgres_database):
+    refused = pytest.raises(SharedRole, match="'turnlog_both' is named for worker and trainer")
+    with refused, exclusively(postgres_database) as connection:
+        roles.grant(connection, Roles(worker="turnlog_both", trainer="turnlog_both", auditor="turnlog_other"))
+    with read(postgres_database) as connection:
+        made = connection.exec_driver_sql(
+            "select count(*) from pg_roles where rolname in ('turnlog_both', 'turnlog_other')"
+        )
+        assert made.scalar() == 0
 
 
 def test_whoever_is_not_the_owner_is_told_so(logins):

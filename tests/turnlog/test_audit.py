@@ -685,7 +685,8 @@ def test_the_command_says_what_it_looked_at_and_how_fast(copies: Copies) -> None
         assert "tokens/s" in shown.stdout
         found = json.loads(CliRunner().invoke(app, ["audit", "--db", url, "--json"]).stdout)
         assert (found["clean"], found["differences"]) == (True, [])
-        assert f"turnlog audit --position {found['position']}" in shown.stdout.replace("\n", "")
+        said = f"the same again: turnlog audit --position {found['position']} --db {url}"
+        assert said in shown.stdout.replace("\n", "")
         again = CliRunner().invoke(app, ["audit", "--db", url, "--position", found["position"], "--finished"])
         assert again.exit_code == 1
         assert "open_call: stored no end" in again.stdout

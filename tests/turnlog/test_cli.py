@@ -164,16 +164,16 @@ def test_rows_are_counted_and_written(run: Run, log_url: str, tmp_path: Path) ->
 def test_old_rows_come_again_by_the_command_that_was_printed(
     run: Run, log_url: str, sqlite_database: Engine, chain_maker: Any
 ) -> None:
-    asked = ("--exclude-role", "the title", "--rollout", "r1")
+    asked = ("--exclude-role", "title", "--rollout", "r1")
     (line,) = [line for line in run("rows", *asked, "--db", log_url).stdout.splitlines() if "the same rows" in line]
     words = shlex.split(line.partition(": ")[2])
-    before = json.loads(run(*words[1:], "--json", "--db", log_url).stdout)
+    before = json.loads(run(*words[1:], "--json").stdout)
     with write(sqlite_database) as connection:
         root = chain_maker([(9, 4), (3, 3)], rollout_id="r1")
         append(connection, [*root, RolloutScored(outcome_id=uuid4(), rollout_id="r1", reward=9, at=99)])
     assert json.loads(run("rows", *asked, "--json", "--db", log_url).stdout)["rows"] == before["rows"] + 1
-    assert json.loads(run(*words[1:], "--json", "--db", log_url).stdout) == before
-    assert before["selection"]["excluded_roles"] == ["the title"]
+    assert json.loads(run(*words[1:], "--json").stdout) == before
+    assert before["selection"]["excluded_roles"] == ["title"]
 
 
 def test_refused_rollouts_are_counted_by_their_reason(run: Run, log_url: str) -> None:
@@ -202,7 +202,8 @@ def test_the_environment_names_the_log(run: Run, log_url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["show"], "run `turnlog db upgrade`"),
+        (["show"], "sqlite:///turnlog.db has no turnlog schema, this release needs"),
+        (["show", "--db", "sqlite:///other.db"], "sqlite:///other.db has no turnlog schema, this release needs"),
         (["rows"], "run `turnlog db upgrade`"),
         (["show", "--db", "mysql://somewhere/else"], "names a mysql database: use sqlite:///FILE"),
         (["show", "--db", "sqlite:///no/such/folder.db"], "does not exist: create it"),
@@ -218,6 +219,25 @@ def test_what_a_user_can_mend_is_one_line_without_a_traceback(run: Run, argument
     assert said in found.stderr
     assert "Traceback" not in found.stderr
     assert "secret" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rows", "--exclude-role", "summery"], "'summery' is no role of a call: one of title, summary, subagent"),
+        (["sql", "--csv"], "are for the answer to a query: give one"),
+        (["sql", "--archive", "gone"], "are for the answer to a query: give one"),
+        (["show", "r1", "--tokenizer", "gone"], "shows the texts of a boundary"),
+        (["demo", "--folder", "a.file"], "is a file"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    run: Run, log_url: str, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    (tmp_path / "a.file").touch()
+    found = run(*arguments, "--db", log_url)
+    assert found.returncode == 2
+    assert said in " ".join(found.stderr.replace("│", " ").split())
 
 
 def test_media_that_cannot_be_kept_are_refused_before_a_model_is_loaded(run: Run, tmp_path: Path) -> None:

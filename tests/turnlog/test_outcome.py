@@ -119,7 +119,7 @@ def test_what_cannot_be_an_outcome_is_one_line_and_nothing_is_written(
     ("options", "words"),
     [
         ({"output": "gone.json"}, "gone.json cannot be read as JSON"),
-        ({"rewrites": ["{"]}, "--declared-rewrite cannot be read as JSON"),
+        ({"rewrites": ["{"]}, "--declared-rewrite '{' cannot be read as JSON"),
         ({"outcome_id": "one"}, "outcome_id is 'one', which the log cannot hold"),
         ({"accepted": [""]}, "accepted.0 is '', which the log cannot hold"),
     ],

@@ -169,6 +169,9 @@ def test_a_policy_is_read_from_json_and_from_a_file(tmp_path: Path) -> None:
         policy_of("no/such/file")
     with pytest.raises(BadPolicy, match="is no JSON and no file of it"):
         policy_of("{min_reward: 1}")
+    with pytest.raises(BadPolicy, match="a policy has version, opened_since") as named:
+        policy_of('{"min_rewrd": 1}')
+    assert "__" not in str(named.value)
 
 
 Run_ = Callable[..., CompletedProcess[str]]
@@ -185,6 +188,7 @@ def test_the_command_draws_writes_and_records(run: Run_, log: Engine, sqlite_url
     recorded = ("--record", "--run", "a", "--trainer-version", "4", "--steps", "1", "--out", "steps", "--json")
     found = json.loads(run("replay", *asked, *policy, *recorded).stdout)
     assert (found["run"]["name"], [step["rollouts"] for step in found["steps"]]) == ("a", [4])
+    assert found["recorded_rows"] == found["steps"][0]["rows"] > 0
     assert (tmp_path / "steps" / "plan.json").is_file()
     assert found["run"]["correction"] == {"kind": "none", "cap": 2.0}
     weighed = run("replay", *asked, "--correction", "token", "--cap", "1.5", "--json")
@@ -201,11 +205,24 @@ def test_the_command_draws_writes_and_records(run: Run_, log: Engine, sqlite_url
     assert "4 group_too_small" in nothing.stderr
 
 
+def test_a_folder_holds_the_steps_of_its_plan_alone(log: Engine, tmp_path: Path) -> None:
+    steps = drawn(log)
+    for last in (2, 1):
+        folder = Folder(tmp_path / "run", steps)
+        for step in range(last):
+            folder.write(step, steps.rows(log, step))
+        folder.close()
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["plan.json", "step-00000.parquet"]
+
+
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_recorded_rows_need_the_version_that_they_trained(run: Run_, log: Engine, sqlite_url: str) -> None:
     refused = run("replay", "--record", "--db", sqlite_url)
     assert refused.returncode == 2
     assert "give --trainer-version" in refused.stderr
+    for options in (("--trainer-version", "-3"), ("--trainer-version", "3", "--run", " ")):
+        assert run("replay", "--record", *options, "--db", sqlite_url).returncode == 2
+    assert "rows" in run("replay", "--record", "--trainer-version", "3", "--steps", "1", "--db", sqlite_url).stdout
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)

@@ -63,6 +63,16 @@ def test_a_program_reads_a_json_line_an_event_and_goes_on_from_its_position(
     assert [len(line["event"]["token_ids"]) for line in whole] == [8 * 30, 8 * 13]
 
 
+def test_a_position_of_another_log_is_told_of(
+    run: Run, sqlite_database: Engine, sqlite_url: str, chain_maker: Any
+) -> None:
+    remember(sqlite_database, history(chain_maker, "r1"))
+    found = run("tail", "--db", sqlite_url, "--after", "2.9.1.0.0.0")
+    assert (found.returncode, found.stdout) == (0, "")
+    assert "--after 2.9.1.0.0.0 is ahead of the log, which has reached 2.1.1.0.0.0" in found.stderr
+    assert "ahead" not in run("tail", "--db", sqlite_url, "--after", "2.1.1.0.0.0").stderr
+
+
 def test_a_person_reads_a_line_an_event(run: Run, sqlite_database: Engine, sqlite_url: str, chain_maker: Any) -> None:
     remember(sqlite_database, history(chain_maker, "r1"))
     found = run("tail", "--db", sqlite_url, "--text")

@@ -6,6 +6,7 @@ from the rest of it, and 1 for any difference, each of which is named.
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +48,7 @@ def audit_log(
     reason, rows that trained, media, writers' counts, and what harnesses declare against what was found.
     The log may be in use.
     """
-    from store.database import database_url, open_database
+    from store.database import database_url, open_database, shown_url
     from store.settled import Position
     from turnlog.audit.run import audit
 
@@ -67,7 +68,10 @@ def audit_log(
     if as_json:
         print_json(facts(found))
     else:
-        show(found, Console(soft_wrap=True, highlight=False))
+        options = {"--archive": archive, "--media": media, "--db": url}
+        words = ["turnlog", "audit", "--position", str(found.position), *(["--finished"] if finished else [])]
+        words += [word for name, value in options.items() if value is not None for word in (name, shown_url(value))]
+        show(found, shlex.join(words), Console(soft_wrap=True, highlight=False))
     if not found.clean:
         raise typer.Exit(1)
 
@@ -85,8 +89,8 @@ def _media(named: str | None, log: str) -> MediaStore | None:
         return None
 
 
-def show(found: Audited, console: Console) -> None:
-    """The audit as tables, then each difference in a line."""
+def show(found: Audited, again: str, console: Console) -> None:
+    """The audit as tables, then each difference in a line; `again` is the command that gives the same."""
     findings = found.findings
     table = Table("what holds", "looked at", "differences")
     for column in table.columns[1:]:
@@ -108,7 +112,7 @@ def show(found: Audited, console: Console) -> None:
     console.print(
         f"{verdict}: {sum(found.events.values()):,} events of {found.rollouts:,} rollouts, "
         f"{found.tokens:,} tokens in {found.seconds:.1f} s, {found.tokens / max(found.seconds, 1e-9):,.0f} tokens/s; "
-        f"the same again: [bold]turnlog audit --position {found.position}[/]"
+        f"the same again: [bold]{escape(again)}[/]"
     )
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from sqlalchemy import Engine
 
 from replay.advantage import advantages
+from replay.errors import FileUnwritable
 from replay.row import Row
 from replay.rowset import build
 from replay.selection import Selection
@@ -44,9 +45,13 @@ COLUMNS = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNC
 def run_demo(*, url: str, folder: Path, console: Console) -> None:
     """Run the whole path, writing to the log at `url` and keeping the model and the server's log in `folder`.
 
-    Raises DemoFailed when something that turnlog promises does not hold.
+    Raises DemoFailed when something that turnlog promises does not hold, and FileUnwritable for the folder.
     """
     started = time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileUnwritable(str(folder), error.strerror or str(error)) from error
     model = folder / "model"
     database = open_database(url)
     try:
