@@ -143,7 +143,7 @@ class Bench:
         gateway._call = self.timed(gateway._call)  # type: ignore[method-assign]
         self.reading = 0.0
         began = time.perf_counter()
-        await gateway({"type": "http", "path": path, "headers": []}, receive, send)
+        await gateway({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
         spent = time.perf_counter() - began
         assert sent[0]["status"] == 200, sent[-1]["body"]
         return spent

@@ -365,7 +365,8 @@ async def ask(gateway: Any, body: bytes) -> str:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await gateway({"type": "http", "path": "/rollouts/own/v1/chat/completions", "headers": []}, receive, send)
+    path = "/rollouts/own/v1/chat/completions"
+    await gateway({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
     answer = json.loads(sent[-1]["body"])
     return str(answer["choices"][0]["message"]["content"])
 
