@@ -77,7 +77,7 @@ class Light:
         self.pid = 0
 
     def start(self) -> None:
-        """Until it is ready. One that ends since the database is still recovering is started again by any supervisor."""
+        """Until it is ready. One that ends since the database is still recovering is started again."""
         self.pid = self._servers.bear(self._port, self._output, self._environment)
         give_up = time.monotonic() + READY_SECONDS
         while time.monotonic() < give_up:
