@@ -30,7 +30,7 @@ from engine.rollouts import Service, router
 from engine.settings import Settings
 from engine.worker import Worker
 from store import partitions
-from store.database import database_url, open_database
+from store.database import database_url, open_database, shown_url
 from store.media import open_media
 from store.migrate import require_current
 from store.spool import Spool, default_folder, left_over
@@ -106,7 +106,7 @@ async def install(
     app.middleware_stack = Gateway(stack, journal=journal, access=access)
     logger.info(
         "turnlog writes to %s as worker %s, reasoning %s; %d calls of an earlier run marked lost",
-        database.url.render_as_string(hide_password=True), worker, settings.reasoning, len(lost),
+        shown_url(database.url), worker, settings.reasoning, len(lost),
     )  # fmt: skip
     return Service(journal=journal, worker=engine_worker, access=access)
 

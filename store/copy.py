@@ -39,7 +39,7 @@ from sqlalchemy import (
 
 from store.bulk import copy_in
 from store.columns import Place, event_of, place_of, shown_key
-from store.database import read, read_one, write
+from store.database import read, read_one, shown_url, write
 from store.errors import DamagedArray, DamagedEvent, NotABeginning, UnknownCodec
 from store.schema import CanonicalJson
 from store.settled import Position, settled
@@ -150,11 +150,7 @@ def _differs(source: Engine, target: Engine, place: Place, one: Any, other: Any)
 
 
 def _refusal(source: Engine, target: Engine, why: str) -> NotABeginning:
-    return NotABeginning(source=_shown(source), target=_shown(target), why=why)
-
-
-def _shown(database: Engine) -> str:
-    return database.url.render_as_string(hide_password=True)
+    return NotABeginning(source=shown_url(source.url), target=shown_url(target.url), why=why)
 
 
 def _stream(connection: Connection, statement: Select[Any]) -> closing[CursorResult[Any]]:
@@ -200,7 +196,7 @@ def _verify(source: Engine, place: Place, row: Row) -> None:
     except (ValidationError, DamagedArray, UnknownCodec, ValueError) as error:
         why = f"cannot be read ({str(error).splitlines()[0]})"
     raise DamagedEvent(
-        log=_shown(source),
+        log=shown_url(source.url),
         kind=place.kind,
         event_id=shown_key([row[name] for name in place.key]),
         sequence=row["sequence"],

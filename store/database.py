@@ -74,13 +74,13 @@ def database_url(url: str | None = None) -> str:
     return parsed.set(drivername=scheme).render_as_string(hide_password=False)
 
 
-def shown_url(url: str) -> str:
+def shown_url(url: str | URL) -> str:
     """The URL without its secrets, for messages.
 
     >>> shown_url("postgresql://trainer:secret@db/turnlog?password=secret")
     'postgresql://trainer:***@db/turnlog?password=***'
     """
-    hidden = re.sub(r"(//[^/@:]*):.*@", r"\1:***@", url)
+    hidden = re.sub(r"(//[^/@:]*):.*@", r"\1:***@", str(url))
     return re.sub(r"(?i)((?:password|secret|token|key)\w*)=[^&]*", r"\1=***", hidden)
 
 

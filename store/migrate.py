@@ -19,7 +19,7 @@ from alembic.script import Script, ScriptDirectory
 from sqlalchemy import Connection, Engine, text
 
 from store import partitions, roles, schema
-from store.database import read
+from store.database import read, shown_url
 from store.errors import LosesEvents, SchemaMismatch, UnknownRevision
 from store.exclusive import LOCK_SECONDS, exclusively
 
@@ -143,7 +143,7 @@ def require_current(database: Engine) -> None:
     expected = head()
     if found != expected:
         _refuse_newer(database, found)
-        raise SchemaMismatch(_shown(database), found=found, expected=expected, remedy=_UPGRADE)
+        raise SchemaMismatch(shown_url(database.url), found=found, expected=expected, remedy=_UPGRADE)
     with read(database) as connection:
         missing = schema.guards(database.dialect.name) - set(connection.scalars(_TRIGGERS[database.dialect.name]))
         if database.dialect.name == "postgresql":
@@ -151,7 +151,7 @@ def require_current(database: Engine) -> None:
             missing |= {each for each in partitions.unguarded(connection) if each.partition(".")[2] not in missing}
     if missing:
         raise SchemaMismatch(
-            _shown(database),
+            shown_url(database.url),
             found=f"{found} without its triggers {', '.join(sorted(missing))}",
             expected=expected,
             remedy="events could have been changed; restore the database from a copy, "
@@ -195,11 +195,7 @@ def _goes_down(revisions: str) -> bool:
 def _refuse_newer(database: Engine, found: str | None) -> None:
     if found is not None and found not in {script.revision for script in _scripts()}:
         remedy = f"use the release of turnlog that knows {found!r}"
-        raise SchemaMismatch(_shown(database), found=found, expected=head(), remedy=remedy)
-
-
-def _shown(database: Engine) -> str:
-    return database.url.render_as_string(hide_password=True)
+        raise SchemaMismatch(shown_url(database.url), found=found, expected=head(), remedy=remedy)
 
 
 def _revision(connection: Connection) -> str | None:

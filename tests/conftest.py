@@ -12,6 +12,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import UUID
@@ -47,13 +49,20 @@ def postgres_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def postgres_template(postgres_server: str) -> str:
-    """Name of a database of the newest schema, from which others are copied."""
-    _run_postgres(postgres_server, "create database turnlog_template")
-    database = open_database(_in_database(postgres_server, "turnlog_template"))
-    migrate.upgrade(database)
-    database.dispose()
-    return "turnlog_template"
+def postgres_template(postgres_server: str) -> Callable[[], str]:
+    """Names a database of the newest schema, from which others are copied; a new one when the month turns meanwhile,
+    since an upgrade makes the partitions of the present month and the next ones."""
+
+    @cache
+    def made_in(month: str) -> str:
+        name = f"turnlog_template_{month}"
+        _run_postgres(postgres_server, f"create database {name}")
+        database = open_database(_in_database(postgres_server, name))
+        migrate.upgrade(database)
+        database.dispose()
+        return name
+
+    return lambda: made_in(f"{datetime.now(UTC):%Y%m}")
 
 
 @pytest.fixture
@@ -63,9 +72,9 @@ def empty_postgres_url(postgres_server: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
+def postgres_url(postgres_server: str, postgres_template: Callable[[], str]) -> Iterator[str]:
     """URL of a fresh PostgreSQL database of the newest schema."""
-    yield from _postgres_database(postgres_server, postgres_template)
+    yield from _postgres_database(postgres_server, postgres_template())
 
 
 @pytest.fixture

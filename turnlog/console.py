@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -101,9 +102,16 @@ def _cores() -> int:
     return min(here, 8)
 
 
-def shown(database: Engine) -> str:
-    """The log's URL without its password."""
-    return database.url.render_as_string(hide_password=True)
+def command_line(words: Sequence[str], urls: Mapping[str, str | None]) -> str:
+    """A command to type again, with the options of those URLs that were given; passwords are left out.
+
+    >>> command_line(["turnlog", "rows"], {"--archive": None, "--db": "postgresql://me:secret@db/log"})
+    "turnlog rows --db 'postgresql://me:***@db/log'"
+    """
+    from store.database import shown_url
+
+    given = [word for name, url in urls.items() if url is not None for word in (name, shown_url(url))]
+    return shlex.join([*words, *given])
 
 
 def table_of(rows: Sequence[Mapping[str, JsonValue]], *, empty: str) -> Table | str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from turnlog.console import AsJson, notes, opened, print_json, shown, table_of
+from turnlog.console import AsJson, notes, opened, print_json, table_of
 
 
 def copy_log(
@@ -33,7 +33,7 @@ def copy_log(
     """
     from store import migrate
     from store.copy import copy
-    from store.database import database_url, open_database
+    from store.database import database_url, open_database, shown_url
 
     with opened(source) as here:
         created = open_database(database_url(target))
@@ -49,7 +49,7 @@ def copy_log(
                 bar.update(task, description=f"{doing.capitalize()} events", completed=done, total=total)
 
             found = copy(here, there, progress=progress)
-            names = {"from": shown(here), "to": shown(there)}
+            names = {"from": shown_url(here.url), "to": shown_url(there.url)}
     if as_json:
         print_json(
             {**names, "added": dict(found.events), "present": dict(found.present), "position": str(found.position)}

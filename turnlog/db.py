@@ -16,7 +16,7 @@ from rich.console import Console
 from sqlalchemy import Engine
 
 from turnlog.archive import drop_partition
-from turnlog.console import AsJson, Db, notes, opened, print_json, shown, table_of
+from turnlog.console import AsJson, Db, notes, opened, print_json, table_of
 
 db = typer.Typer(no_args_is_help=True, help="Bring a log to this release's schema, and check it.")
 AsSql = Annotated[
@@ -31,7 +31,7 @@ AsSql = Annotated[
 def upgrade(url: Db = None, as_sql: AsSql = False) -> None:
     """Bring the log to this release's schema; a log that is there already stays as it is. Servers may go on."""
     from store import migrate
-    from store.database import database_url, open_database
+    from store.database import database_url, open_database, shown_url
     from store.partitions import reminder
 
     database = open_database(database_url(url))
@@ -40,7 +40,7 @@ def upgrade(url: Db = None, as_sql: AsSql = False) -> None:
         return
     ran = migrate.upgrade(database)
     did = f" (ran {', '.join(ran)})" if ran else ""
-    Console(soft_wrap=True).print(f"{shown(database)} is at schema revision {migrate.current(database)}{did}")
+    Console(soft_wrap=True).print(f"{shown_url(database.url)} is at schema revision {migrate.current(database)}{did}")
     if (said := reminder(database, datetime.now(UTC))) is not None:
         notes().print(said)
 
@@ -58,16 +58,17 @@ def downgrade(
 ) -> None:
     """Take back revisions of the schema. Asks first, and refuses when that loses what events say."""
     from store import migrate
-    from store.database import database_url, open_database
+    from store.database import database_url, open_database, shown_url
 
     database = open_database(database_url(url))
     if as_sql:
         sys.stdout.write(migrate.downgrade_sql(database, revision))
         return
     if not yes and not migrate.losses(database, revision):
-        typer.confirm(f"Take {shown(database)} back to schema revision {revision}?", abort=True, err=True)
+        typer.confirm(f"Take {shown_url(database.url)} back to schema revision {revision}?", abort=True, err=True)
     undone = migrate.downgrade(database, revision, lose=yes)
-    Console(soft_wrap=True).print(f"{shown(database)} is at schema revision {revision} (took back {', '.join(undone)})")
+    did = f" (took back {', '.join(undone)})"
+    Console(soft_wrap=True).print(f"{shown_url(database.url)} is at schema revision {revision}{did}")
 
 
 db.command(
@@ -103,16 +104,16 @@ def history(url: Db = None, as_json: AsJson = False) -> None:
 def current(url: Db = None, as_json: AsJson = False) -> None:
     """Show the log's schema revision and the one that this release needs."""
     from store import migrate
-    from store.database import database_url, open_database
+    from store.database import database_url, open_database, shown_url
 
     database = open_database(database_url(url))
     found, needed = migrate.current(database), migrate.head()
     if as_json:
-        print_json({"url": shown(database), "current": found, "needed": needed})
+        print_json({"url": shown_url(database.url), "current": found, "needed": needed})
     else:
         advice = "" if found == needed else ": run `turnlog db upgrade`"
         state = f"{found or 'no schema'}, this release needs {needed}{advice}"
-        Console(soft_wrap=True).print(f"{shown(database)} is at {state}")
+        Console(soft_wrap=True).print(f"{shown_url(database.url)} is at {state}")
 
 
 @db.command(

@@ -6,7 +6,6 @@ counted by its reason, beside what did.
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from rich.table import Table
 from replay.rowset import Part
 from replay.selection import Selection
 from replay.tally import Tally, tally
-from store.database import shown_url
+from turnlog.console import command_line
 from turnlog.errors import NoMegatron
 
 Consumer = Callable[[Iterable[Part], Selection], Tally]
@@ -70,9 +69,7 @@ def again(found: Tally, rollouts: Sequence[str] | None, archive: str | None, url
         words += ["--exclude-role", role]
     for rollout_id in rollouts or ():
         words += ["--rollout", rollout_id]
-    for name, value in (("--archive", archive), ("--db", url)):
-        words += [name, shown_url(value)] if value is not None else []
-    return shlex.join(words)
+    return command_line(words, {"--archive": archive, "--db": url})
 
 
 def summary_tables(found: Tally, unfinished: Mapping[str, int]) -> Iterator[Table]:

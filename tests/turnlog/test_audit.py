@@ -79,7 +79,7 @@ class Copies:
         if (which, kind) in self._made:
             return self._made[which, kind]
         if kind == "postgres":
-            url = self.opened.enter_context(self._postgres(self._request.getfixturevalue("postgres_template")))
+            url = self.opened.enter_context(self._postgres(self._request.getfixturevalue("postgres_template")()))
             with self(which, "sqlite") as source:
                 target = open_database(url)
                 copy.copy(source, target)

@@ -6,7 +6,6 @@ from the rest of it, and 1 for any difference, each of which is named.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from turnlog.audit.findings import NOTES, RULES
-from turnlog.console import Archived, AsJson, Db, print_json, progress_bar
+from turnlog.console import Archived, AsJson, Db, command_line, print_json, progress_bar
 
 if TYPE_CHECKING:
     from store.media import MediaStore
@@ -48,7 +47,7 @@ def audit_log(
     reason, rows that trained, media, writers' counts, and what harnesses declare against what was found.
     The log may be in use.
     """
-    from store.database import database_url, open_database, shown_url
+    from store.database import database_url, open_database
     from store.settled import Position
     from turnlog.audit.run import audit
 
@@ -68,10 +67,9 @@ def audit_log(
     if as_json:
         print_json(facts(found))
     else:
-        options = {"--archive": archive, "--media": media, "--db": url}
         words = ["turnlog", "audit", "--position", str(found.position), *(["--finished"] if finished else [])]
-        words += [word for name, value in options.items() if value is not None for word in (name, shown_url(value))]
-        show(found, shlex.join(words), Console(soft_wrap=True, highlight=False))
+        again = command_line(words, {"--archive": archive, "--media": media, "--db": url})
+        show(found, again, Console(soft_wrap=True, highlight=False))
     if not found.clean:
         raise typer.Exit(1)
 

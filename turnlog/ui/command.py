@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from turnlog.console import Db, opened, shown
+from turnlog.console import Db, opened
 from turnlog.ui.errors import CannotListen, MissingParts
 
 NEEDED = ("fastapi", "uvicorn", "jinja2")
@@ -38,6 +38,7 @@ def ui(
     ] = None,
 ) -> None:
     """Look at the log in a browser: rollouts as lanes, calls token by token, training steps, boundaries. Reads only."""
+    from store.database import shown_url
     from turnlog.ui.door import expect_guarded
 
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -50,12 +51,12 @@ def ui(
     expect_guarded(host, token)
     with opened(url) as database:
         detokenizer = None if tokenizer is None else open_tokenizer(tokenizer)
-        page = build(database, shown_log=shown(database), token=token, tokenizer=detokenizer)
+        page = build(database, shown_log=shown_url(database.url), token=token, tokenizer=detokenizer)
         config = uvicorn.Config(page, log_level="warning", access_log=False, server_header=False)
         with _listening(host, port) as listens:
             place, at = listens.getsockname()[:2]
             named = f"[{place}]" if ":" in place else place
-            said = f"turnlog ui: [bold]http://{named}:{at}/[/] shows {escape(shown(database))}"
+            said = f"turnlog ui: [bold]http://{named}:{at}/[/] shows {escape(shown_url(database.url))}"
             Console(soft_wrap=True, highlight=False).print(said + ("; it asks for the token" if token else ""))
             sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listens])
