@@ -215,7 +215,7 @@ def message_items(message: Fields, where: str) -> list[Item]:
     role = message.get("role")
     if role == "assistant":
         return _assistant_items(message, where)
-    attributes: dict[str, JsonValue] = {name: message[name] for name in _ATTRIBUTES if name in message}
+    attributes = _attributes(message)
     if role == "tool":
         call_id = text_of(message, "tool_call_id", where)
         return [Item.tool_result(call_id, parts_of(message.get("content"), f"{where}.content"), attributes=attributes)]
@@ -240,11 +240,15 @@ def _assistant_items(message: Fields, where: str) -> list[Item]:
     parts = parts_of(message.get("content"), f"{where}.content")
     if refusal := text_of(message, "refusal", where):
         parts.append(refusal)
-    attributes = {name: message[name] for name in _ATTRIBUTES if name in message}
+    attributes = _attributes(message)
     calls = objects_of(message.get("tool_calls") or [], f"{where}.tool_calls")
     if any(parts) or any(attributes.values()) or not (items or calls):
         items.append(Item.message("assistant", parts, attributes=attributes))
     return items + [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _attributes(message: Fields) -> dict[str, JsonValue]:
+    return {name: message[name] for name in _ATTRIBUTES if name in message}
 
 
 def _reasoning(message: Fields, where: str) -> list[str]:
