@@ -116,7 +116,7 @@ def replay_history(
         drawn = Steps(asked, found, provenance.trained(database, found.position.trained, archive=archive))
         numbers = Numbers(found, drawn)
         folder = None if out is None else Folder(out, drawn)
-        recorded = 0
+        recorded = there = 0
         facts: list[dict[str, JsonValue]] = []
         damaged: dict[str, Refusal] = {}
         progress.update(task, description="Drawing steps", completed=0, total=steps)
@@ -129,8 +129,10 @@ def replay_history(
                     folder.write(step, filled)
                 if record:
                     trained = drawn.trained(step, filled, at=time.time_ns() // 1000)
-                    provenance.record(database, trained)
-                    recorded += len(trained)
+                    if provenance.record(database, trained):
+                        recorded += len(trained)
+                    else:
+                        there += len(trained)
             progress.advance(task)
         if folder is not None:
             folder.close()
@@ -144,6 +146,7 @@ def replay_history(
                 "steps": [*facts],
                 "refused": {rollout_id: refusal.detail for rollout_id, refusal in damaged.items()},
                 "recorded_rows": recorded,
+                "rows_recorded_before": there,
                 "out": None if out is None else str(out),
             }
         )
@@ -155,6 +158,7 @@ def replay_history(
     for rollout_id, refusal in damaged.items():
         said.print(f"rollout {rollout_id} is refused, its rows are in no step: {refusal.reason}, {refusal.detail}")
     if record:
-        said.print(f"recorded {recorded} rows as trained by run {run}")
+        before = f"; {there} were there before" if there else ""
+        said.print(f"recorded {recorded} rows as trained by run {run}{before}")
     if out is not None:
         said.print(f"wrote {len(facts)} steps and plan.json to {out}")

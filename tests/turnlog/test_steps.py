@@ -189,6 +189,9 @@ def test_the_command_draws_writes_and_records(run: Run_, log: Engine, sqlite_url
     found = json.loads(run("replay", *asked, *policy, *recorded).stdout)
     assert (found["run"]["name"], [step["rollouts"] for step in found["steps"]]) == ("a", [4])
     assert found["recorded_rows"] == found["steps"][0]["rows"] > 0
+    assert found["rows_recorded_before"] == 0
+    again = run("replay", *asked, *policy, *recorded[:-3], "--as-of", found["run"]["position"])
+    assert f"recorded 0 rows as trained by run a; {found['recorded_rows']} were there before" in again.stdout
     assert (tmp_path / "steps" / "plan.json").is_file()
     assert found["run"]["correction"] == {"kind": "none", "cap": 2.0}
     weighed = run("replay", *asked, "--correction", "token", "--cap", "1.5", "--json")
