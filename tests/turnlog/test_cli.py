@@ -162,16 +162,18 @@ def test_rows_are_counted_and_written(run: Run, log_url: str, tmp_path: Path) ->
 
 
 def test_old_rows_come_again_by_the_command_that_was_printed(
-    run: Run, log_url: str, sqlite_database: Engine, chain_maker: Any
+    run: Run, log_url: str, sqlite_database: Engine, chain_maker: Any, tmp_path: Path
 ) -> None:
-    asked = ("--exclude-role", "title", "--rollout", "r1")
-    (line,) = [line for line in run("rows", *asked, "--db", log_url).stdout.splitlines() if "the same rows" in line]
+    (tmp_path / "a log's folder").symlink_to(tmp_path)
+    url = f"sqlite:///{tmp_path}/a log's folder/turnlog.db"
+    asked = ("--exclude-role", "title", "--rollout", "r1", "--db", url)
+    (line,) = [line for line in run("rows", *asked).stdout.splitlines() if "the same rows" in line]
     words = shlex.split(line.partition(": ")[2])
     before = json.loads(run(*words[1:], "--json").stdout)
     with write(sqlite_database) as connection:
         root = chain_maker([(9, 4), (3, 3)], rollout_id="r1")
         append(connection, [*root, RolloutScored(outcome_id=uuid4(), rollout_id="r1", reward=9, at=99)])
-    assert json.loads(run("rows", *asked, "--json", "--db", log_url).stdout)["rows"] == before["rows"] + 1
+    assert json.loads(run("rows", *asked, "--json").stdout)["rows"] == before["rows"] + 1
     assert json.loads(run(*words[1:], "--json").stdout) == before
     assert before["selection"]["excluded_roles"] == ["title"]
 
