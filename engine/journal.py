@@ -118,9 +118,12 @@ class Journal:
         """Take up where the log stands: ids go on behind its newest, and what this worker left open is lost.
 
         Its spool must have been taken over before: the calls in it have ended. Returns what was lost. Blocks: for
-        start-up. Raises LogUnavailable.
+        start-up. Waits for a database that goes away meanwhile. Raises LogUnavailable.
         """
         self._claim = claim_sqlite(self.database)
+        return self._patience.attempt(self._take_up)
+
+    def _take_up(self) -> list[CallEnded]:
         with read(self.database) as connection:
             newest = log.newest_call_id(connection)
         if newest is not None and (ahead := self._clock.start_behind(newest)) > _AHEAD:

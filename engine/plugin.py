@@ -32,7 +32,8 @@ from engine.worker import Worker
 from store import partitions
 from store.database import database_url, open_database, shown_url
 from store.media import open_media
-from store.migrate import require_current
+from store.migrate import await_current
+from store.patience import Patience
 from store.spool import Spool, default_folder, left_over
 
 logger = logging.getLogger("turnlog")
@@ -82,7 +83,7 @@ async def install(
         raise EngineMismatch("VLLM_USE_RUST_FRONTEND", "set, which bypasses the Python server", remedy="unset it")
     url = database_url(settings.url)
     database = open_database(url, durability=settings.durability)
-    require_current(database)
+    await_current(database)
     if (said := partitions.reminder(database, datetime.now(UTC))) is not None:
         logger.warning("%s", said)
     media = open_media(settings.media, url)
@@ -117,13 +118,14 @@ def _journal(database: Engine, settings: Settings, worker: str) -> Journal:
         logger.warning("TURNLOG_DURABILITY is relaxed: what was answered last can be missing after a power cut")
     file = database.url.database if database.dialect.name == "sqlite" else None
     folder = default_folder(file) if settings.spool is None else Path(settings.spool)
+    patience = Patience()
     if settings.on_log_failure == "spool":
         spool = Spool(folder, worker, limit=settings.spool_limit)
-        spool.take_over(database)
+        patience.attempt(lambda: spool.take_over(database))
         return Journal(database, worker=worker, spool=spool, watcher=metrics.of_process())
     if left_over(folder, worker):
         with closing(Spool(folder, worker)) as spool:
-            spool.take_over(database)
+            patience.attempt(lambda: spool.take_over(database))
     return Journal(database, worker=worker, watcher=metrics.of_process())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -76,9 +77,8 @@ def flags(column: pa.Array) -> Flags:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One rollout as of a position: what it was and what it got."""
+class Rollout(NamedTuple):
+    """One rollout as of a position: what it was and what it got. A tuple, since processes are handed many of them."""
 
     rollout_id: str
     group_id: str | None

@@ -8,6 +8,7 @@ never starts on a schema it does not know.
 from __future__ import annotations
 
 import io
+import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +21,11 @@ from sqlalchemy import Connection, Engine, text
 
 from store import partitions, roles, schema
 from store.database import read, shown_url
-from store.errors import LosesEvents, SchemaMismatch, UnknownRevision
+from store.errors import LogUnavailable, LosesEvents, SchemaMismatch, UnknownRevision
 from store.exclusive import LOCK_SECONDS, exclusively
+from store.patience import SECONDS, Patience
+
+logger = logging.getLogger("turnlog")
 
 _UPGRADE = "run `turnlog db upgrade` on it (--db, or TURNLOG_URL)"
 _TRIGGERS = {
@@ -157,6 +161,19 @@ def require_current(database: Engine) -> None:
             remedy="events could have been changed; restore the database from a copy, "
             f"or check it and create the triggers again from {_folder() / 'versions'}",
         )
+
+
+def await_current(database: Engine, *, patience: float = SECONDS) -> None:
+    """`require_current` of a database that may be starting or recovering: it is said once, and waited for.
+
+    Raises SchemaMismatch, and LogUnavailable when it is still away after `patience` seconds. A host that does not exist
+    is waited for too: while machines start, the name of one that does may not be known yet.
+    """
+    try:
+        require_current(database)
+    except LogUnavailable as error:
+        logger.warning("%s: %s; waiting for it, %g seconds at most", shown_url(database.url), error.cause, patience)
+        Patience(patience).attempt(lambda: require_current(database))
 
 
 def _losses(connection: Connection, undone: tuple[str, ...]) -> list[str]:

@@ -198,7 +198,7 @@ def _prepare(url: str, *, create: bool) -> None:
     try:
         if create and migrate.current(database) is None:
             migrate.upgrade(database)
-        migrate.require_current(database)
+        migrate.await_current(database)
         open_media(None, url)
     finally:
         database.dispose()

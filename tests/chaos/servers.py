@@ -25,8 +25,6 @@ from turnlog.demo.server import RunningServer, start_server
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 60
-_LOG_AWAY = "store.errors.LogUnavailable"
-"""What a server says last that ends because the database does not answer yet."""
 
 
 class LightServers:
@@ -77,15 +75,12 @@ class Light:
         self.pid = 0
 
     def start(self) -> None:
-        """Until it is ready. One that ends since the database is still recovering is started again."""
+        """Until it is ready."""
         self.pid = self._servers.bear(self._port, self._output, self._environment)
         give_up = time.monotonic() + READY_SECONDS
         while time.monotonic() < give_up:
             if not alive(self.pid):
-                if not self._output.read_text("utf-8", "replace").splitlines()[-1].startswith(_LOG_AWAY):
-                    raise SystemExit(f"a server ended before it was ready: see {self._output}")
-                time.sleep(0.1)
-                self.pid = self._servers.bear(self._port, self._output, self._environment)
+                raise SystemExit(f"a server ended before it was ready: see {self._output}")
             with suppress(OSError), urlopen(f"{self.address}/health", timeout=5):
                 return
             time.sleep(0.02)

@@ -170,6 +170,12 @@ def said_by() -> Callable[[httpx.Response], str | None]:
 
 
 @pytest.fixture
+def small_engine() -> SmallEngine:
+    """An engine for whoever builds a server around it."""
+    return SmallEngine()
+
+
+@pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
     """Start a worker on a database: `serve(database, "spool")`. Those still running at the end are closed."""
     running: list[SmallServer] = []
@@ -235,10 +241,24 @@ class OwnPostgres:
 
     def kill(self) -> None:
         """End it without a checkpoint, as a machine does that loses its power."""
-        self._pg.pg_ctl(["-w", "-m", "immediate", "stop"], pgdata=self._server.pgdata, user=self._server.system_user)
+        self._control("-m", "immediate", "stop")
 
     def start(self) -> None:
         self._server.ensure_postgres_running()
+
+    def recover(self) -> None:
+        """Kill it and start it, to read its log and let nobody in until it is `recovered`."""
+        data = self._server.pgdata
+        (data / "standby.signal").touch()
+        with (data / "postgresql.auto.conf").open("a") as settings:
+            settings.write("hot_standby = off\n")
+        self._control("-m", "immediate", "-l", str(self._server.log), "restart")
+
+    def recovered(self) -> None:
+        self._control("promote")
+
+    def _control(self, *arguments: str) -> None:
+        self._pg.pg_ctl(["-w", *arguments], pgdata=self._server.pgdata, user=self._server.system_user)
 
     def close(self) -> None:
         self._server.cleanup()
