@@ -41,7 +41,7 @@ from pydantic import JsonValue
 
 from engine.decide import Continuation, Root, candidate_keys, decide
 from engine.dialects.routes import DIALECTS, PASSED
-from engine.dialects.wire import Dialect, Fields, shown, without_cache_control
+from engine.dialects.wire import Dialect, Fields, followed, shown, without_cache_control
 from engine.errors import BadRequest, EngineError, UnreadableAnswer
 from engine.hints import hints
 from engine.items import Answer, Item, answer_key, reasoning_digest, traces
@@ -148,7 +148,9 @@ class Recording:
             reason = "not_a_model_call" if known else "unknown_endpoint"
             return Explained(seq=seq, kind="passed", reason=reason, evidence={"endpoint": path})
         try:
-            items = dialect.request_items(body)
+            with followed():
+                items = dialect.request_items(body)
+                body = without_cache_control(body)
         except BadRequest as error:
             return Explained(seq=seq, kind="refused", reason=str(error), evidence={"param": error.param})
         # Without a time of its own a call begins when all before it have ended, and has ended when the next one begins.

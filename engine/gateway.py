@@ -24,7 +24,7 @@ from engine.access import Access, of_request
 from engine.call import CURRENT, Call
 from engine.dialects import chat
 from engine.dialects.routes import dialect_at
-from engine.dialects.wire import Dialect, Stream
+from engine.dialects.wire import Dialect, Stream, followed
 from engine.errors import BadRequest, EngineError, LogDown, NoToken, PromptTooLong, UnreadableAnswer
 from engine.hints import hints
 from engine.journal import Journal
@@ -76,12 +76,13 @@ class Gateway:
         if body is None:
             return  # the client left while it was sending
         try:
-            request = _request_of(body)
-            call = self._call(rollout_id, dialect, request, scope)
+            with followed():
+                request = _request_of(body)
+                call = self._call(rollout_id, dialect, request, scope)
+                served = dialect.servable(request)
         except EngineError as error:
             await _answer_error(send, error, dialect)
             return
-        served = dialect.servable(request)
         client = _Client(receive, body if served is request else json.dumps(served).encode())
         answer = _Answer(send, call, dialect, client, streamed=bool(request.get("stream")))
         token = CURRENT.set(call)
@@ -254,7 +255,7 @@ async def _read(receive: Receive) -> bytes | None:
 def _request_of(body: bytes) -> Fields:
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRequest(f"the request body is not JSON ({error}): send a JSON object") from None
     if not isinstance(fields, dict):
         raise BadRequest(f"the request body is a JSON {type(fields).__name__}, not an object: send a JSON object")

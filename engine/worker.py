@@ -31,6 +31,7 @@ from engine import decide, tracing
 from engine.call import CURRENT, Call
 from engine.capture import Admission, CaptureFailed, Tokens, spliced
 from engine.decide import Continuation, Root
+from engine.dialects.wire import followed
 from engine.errors import EngineError, EngineMismatch, LogDown, PromptTooLong, RetainedMediaChanged
 from engine.items import Item
 from engine.journal import Journal, LookedUp
@@ -116,10 +117,11 @@ class Worker:
         call = CURRENT.get()
         if call is None or call.admission is not None or len(conversations) != 1:
             return cast("tuple[Any, Any]", await self._render_chat(conversations, chat_params, tok_params, **options))
-        rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
-        if call.media_count:
-            conversations = [[plain(message) for message in conversations[0]]]  # read more than once
         try:
+            with followed():
+                rendering = self._rendering(chat_params, tok_params, options, items=call.items, model=call.model)
+                if call.media_count:
+                    conversations = [[plain(message) for message in conversations[0]]]  # read more than once
             decision = await self._decide(call, rendering)
             chain = await self._chain_of(decision)
             if isinstance(decision, Continuation) and chain is None:

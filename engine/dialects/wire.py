@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Literal, Protocol, cast
 
 from pydantic import JsonValue
@@ -267,6 +268,15 @@ def malformed(value: JsonValue, where: str, rule: str) -> BadRequest:
 def shown(value: JsonValue) -> str:
     """A value short enough for a message; content of a request does not belong there at length."""
     return "null" if value is None else reprlib.repr(value)
+
+
+@contextmanager
+def followed() -> Generator[None]:
+    """Refuse a request that nests deeper than the walks over it can follow: some hundred levels."""
+    try:
+        yield
+    except RecursionError:
+        raise BadRequest("the request nests too deep to be read: send it flatter") from None
 
 
 def without_cache_control(value: JsonValue) -> JsonValue:

@@ -216,3 +216,53 @@ def test_a_message_without_its_type_is_served_as_opencode_sends_it(server: Any) 
     )
     assert answer.status in ("completed", "incomplete")
     assert len(calls_of(server, "untyped")) == 1
+
+
+def nested(levels: int) -> Any:
+    """An object in an object and so on."""
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"in": value}
+    return value
+
+
+def asking(dialect: str, tool: Any, arguments: Any) -> dict[str, Any]:
+    """A request with a tool of these parameters, and a call of it with these arguments."""
+    described = {"name": "put", "description": "Put.", "parameters": tool}
+    said, text = {"role": "user", "content": "Hello"}, json.dumps(arguments)
+    match dialect:
+        case "chat/completions":
+            call = {"id": "c1", "type": "function", "function": {"name": "put", "arguments": text}}
+            messages = [said, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            messages.append({"role": "tool", "tool_call_id": "c1", "content": "done"})
+            tools: list[Any] = [{"type": "function", "function": described}]
+            return {"messages": messages, "tools": tools, "max_tokens": 2, "tool_choice": "none"}
+        case "responses":
+            called = {"type": "function_call", "call_id": "c1", "name": "put", "arguments": text}
+            done = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+            tools = [{"type": "function", "strict": False, **described}]
+            return {"input": [said, called, done], "tools": tools, "max_output_tokens": 2, "tool_choice": "none"}
+        case _:
+            use = {"type": "tool_use", "id": "c1", "name": "put", "input": arguments}
+            result = {"type": "tool_result", "tool_use_id": "c1", "content": "done"}
+            messages = [said, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+            tools = [{"name": "put", "description": "Put.", "input_schema": {"type": "object", **tool}}]
+            return {"messages": messages, "tools": tools, "max_tokens": 2, "tool_choice": {"type": "none"}}
+
+
+@pytest.mark.parametrize("dialect", ["chat/completions", "responses", "messages"])
+def test_what_nests_too_deep_is_refused_in_the_dialects_words_and_less_is_served(server: Any, dialect: str) -> None:
+    def ask(tool: Any, arguments: Any) -> httpx.Response:
+        body = {"model": MODEL, **asking(dialect, tool, arguments)}
+        url = f"{server.address}/rollouts/deep-{dialect[:4]}/v1/{dialect}"
+        return httpx.post(url, content=json.dumps(body), headers={"content-type": "application/json"}, timeout=60)
+
+    deepest = 200 if dialect == "responses" else 450  # as the server itself serves
+    served = ask(nested(deepest), nested(900))
+    assert served.status_code == 200, served.text
+    assert len(calls_of(server, f"deep-{dialect[:4]}")) == 1
+    refused = ask(nested(900), {})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"] == "the request nests too deep to be read: send it flatter"
+    assert error["type"] == ("invalid_request_error" if dialect == "messages" else "BadRequestError")
