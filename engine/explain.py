@@ -149,8 +149,7 @@ class Recording:
             return Explained(seq=seq, kind="passed", reason=reason, evidence={"endpoint": path})
         try:
             with followed():
-                items = dialect.request_items(body)
-                body = without_cache_control(body)
+                items, shape = dialect.request_items(body), _shaped(dialect, body)
         except BadRequest as error:
             return Explained(seq=seq, kind="refused", reason=str(error), evidence={"param": error.param})
         # Without a time of its own a call begins when all before it have ended, and has ended when the next one begins.
@@ -162,6 +161,7 @@ class Recording:
             dialect=dialect,
             body=body,
             items=items,
+            shape=shape,
         )
 
     def rows(self) -> list[ExplainedRow]:
@@ -202,8 +202,9 @@ class Recording:
         dialect: Dialect,
         body: Fields,
         items: Sequence[Item],
+        shape: tuple[bytes, bytes],
     ) -> Explained:
-        tools, render = _shaped(dialect, body)
+        tools, render = shape
         decision = decide(
             items,
             render,
