@@ -14,12 +14,17 @@ Two questions, each with a run of its own, on the demo's tiny model:
    an engine that answers at once. Reading and hashing the request itself, which grows with what the harness sends, is
    told apart from all the rest: decision, splice, event and both commits.
 
-Run it with `make bench`, or name what is wanted: `python benchmarks/serving.py own`, `... wall agent 50 sqlite`. What
-is measured replaces those figures in the file beside this script and leaves the others.
+    python benchmarks/serving.py                         # everything: an hour and more
+    python benchmarks/serving.py own                     # a part
+    python benchmarks/serving.py wall agent 50 sqlite    # some rows of a part
+    python benchmarks/serving.py own --quick             # two turns: does it run?
+
+What is measured replaces those figures in the file beside this script and leaves the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
@@ -28,10 +33,9 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +61,7 @@ LOGS = ("sqlite", "postgresql")
 CORES = sorted(os.sched_getaffinity(0))
 """Where this may run; the engine's processes get the first one for themselves."""
 OTHERS = CORES[1:] or CORES
-POINTS = (5, 50, 200, 500)
+POINTS, QUICK = (5, 50, 200, 500), (1, 2)
 REPEATS = 40
 CONTEXT = 131072
 """Tokens; eight times what the demo's model says of itself, which is as good at it as at any other length."""
@@ -83,9 +87,25 @@ CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(samp
 
 def main() -> None:
     """Measure, print and keep the figures beside this script."""
-    words = set(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rows_of_wall = (*CASES, *map(str, TURNS), *LOGS)
+    parser.add_argument(
+        "words", nargs="*", help=f"own or wall, and for wall of {', '.join(rows_of_wall)}; default: all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="own at two turns; nothing is kept unless --out says where"
+    )
+    parser.add_argument("--out", type=Path, help="where the figures go; default: beside this script")
+    asked = parser.parse_args()
+    words: set[str] = {*asked.words}
+    if unknown := words - {"own", "wall", *rows_of_wall}:
+        parser.error(
+            f"nothing is called {', '.join(sorted(unknown))}: name some of own, wall, {', '.join(rows_of_wall)}"
+        )
+    if asked.quick and words != {"own"}:
+        parser.error("--quick is for `own` alone")
     wanted = words & {"own", "wall"} or {"own", "wall"}
-    kept = Path(__file__).with_suffix(".json")
+    kept = asked.out or Path(os.devnull if asked.quick else Path(__file__).with_suffix(".json"))
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     found |= {"commit": commit.strip(), "machine": platform.machine(), "cores": os.cpu_count()}
@@ -95,7 +115,7 @@ def main() -> None:
         if "own" in wanted:
             import uvloop  # as vLLM's own server runs
 
-            found["own"] = uvloop.run(own(model, folder))
+            found["own"] = uvloop.run(own(model, folder, QUICK if asked.quick else POINTS))
         if "wall" in wanted:
             rows = {(row["case"], row["log"], row["turns"]): row for row in found.get("wall", [])}
             for row in wall(model, folder, words):
@@ -248,7 +268,7 @@ def postgres() -> Iterator[str]:
         server.cleanup()
 
 
-async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
+async def own(model: Path, folder: Path, points: Sequence[int]) -> list[dict[str, Any]]:
     """CPU milliseconds of one captured call by turn, split into reading the request and all the rest."""
     os.environ |= ENVIRONMENT
     logging.disable(logging.WARNING)
@@ -288,15 +308,15 @@ async def own(model: Path, folder: Path) -> list[dict[str, Any]]:
     front._request_of = reading.timed(front._request_of)
     decide.candidate_keys = reading.timed(decide.candidate_keys)
     rows: list[dict[str, Any]] = []
-    for turn in range(1, max(POINTS) + 1):
+    for turn in range(1, max(points) + 1):
         times: list[tuple[float, float]] = []
-        for _ in range(REPEATS if turn in POINTS else 1):
+        for _ in range(REPEATS if turn in points else 1):
             body = json.dumps({"model": "m", "messages": messages}).encode()
             reading.spent = 0.0
             began = time.process_time()
             content = await ask(gateway, body)
             times.append((time.process_time() - began, reading.spent))
-        if turn in POINTS:
+        if turn in points:
             whole, read = (sorted(part)[len(times) // 2] for part in zip(*times, strict=True))
             row = {
                 "turn": turn,

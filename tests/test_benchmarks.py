@@ -1,4 +1,4 @@
-"""The benchmark of the log runs, and measures what it says."""
+"""Benchmarks that run in a minute do run, and measure what they say."""
 
 from __future__ import annotations
 
@@ -29,3 +29,21 @@ def test_the_benchmark_of_the_log_runs(tmp_path: Path) -> None:
         assert measured["writers"]["large"]["2"]["disk_of_arrays"] > 1
         assert measured["idle"]["p50_ms"] > 0
         assert measured["lookups"]["found, of this month"]["p50_ms"] > 0
+
+
+def test_the_benchmark_of_our_own_part_of_a_call_runs(tmp_path: Path) -> None:
+    out = tmp_path / "serving.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serving.py"), "own", "--quick", "--out", str(out)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
+    first, second = json.loads(out.read_text())["own"]
+    assert (first["turn"], second["turn"]) == (1, 2)
+    assert 0 < first["request_kb"] < second["request_kb"]
+    assert min(row[part] for row in (first, second) for part in ("reading_ms", "rest_ms")) > 0
+
+
+def test_a_slip_at_the_benchmark_of_serving_is_told_before_anything_is_measured() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "serving.py"), "wal", "agent"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert "nothing is called wal: name some of own, wall, short, agent, 5, 50, 200, sqlite, postgresql" in found.stderr

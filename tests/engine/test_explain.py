@@ -192,6 +192,17 @@ def test_a_request_that_a_server_would_refuse_says_why() -> None:
     assert after.reason == "first_call"
 
 
+def test_a_request_that_nests_too_deep_is_refused_as_a_server_does() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"in": deep}
+    tool = {"type": "function", "function": {"name": "put", "parameters": deep}}
+    found, after = read(line(ask("1"), body={"tools": [tool]}), line(ask("1")))
+    assert (found.kind, found.parent) == ("refused", None)
+    assert found.reason == "the request nests too deep to be read: send it flatter"
+    assert after.reason == "first_call"
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
