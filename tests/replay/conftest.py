@@ -39,7 +39,7 @@ class Recorded:
     def facts(self, **changes: Any) -> Recorded:
         """Other facts of its first rollout."""
         first, *rest = self.piece.rollouts
-        return replace(self, piece=Piece(rollouts=(replace(first, **changes), *rest), calls=self.piece.calls))
+        return replace(self, piece=Piece(rollouts=(first._replace(**changes), *rest), calls=self.piece.calls))
 
     def tampered(self, call: int, **columns: Any) -> Recorded:
         """Other values in the narrow columns of one call."""

@@ -16,13 +16,10 @@ from store.database import read, write
 from store.events import CallAdmitted, CallEnded, RolloutOpened, uuid7
 from store.spool import Spool
 
-NOW = time.time_ns() // 1000
-
-
 def admitted(number: int, *, worker: str, minutes_ago: int) -> CallAdmitted:
     return CallAdmitted(
         call_id=uuid7(number, bytes(10)), rollout_id="r1", decision="root", reason="first_call", parent_id=None,
-        worker=worker, at=NOW - minutes_ago * 60_000_000,
+        worker=worker, at=time.time_ns() // 1000 - minutes_ago * 60_000_000,
     )  # fmt: skip
 
 
