@@ -16,6 +16,7 @@ from store.database import read, write
 from store.events import CallAdmitted, CallEnded, RolloutOpened, uuid7
 from store.spool import Spool
 
+
 def admitted(number: int, *, worker: str, minutes_ago: int) -> CallAdmitted:
     return CallAdmitted(
         call_id=uuid7(number, bytes(10)), rollout_id="r1", decision="root", reason="first_call", parent_id=None,
