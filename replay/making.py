@@ -14,6 +14,7 @@ from functools import cache
 from typing import TypeAlias
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from replay import chain, fill, source, walk
@@ -80,6 +81,8 @@ def make_apart(request: Request) -> Iterator[Made]:
 
 def make(reader: Reader, request: Request) -> Iterator[Made]:
     """Of each part its rows in blocks, or its outline as one table; and after these its counts."""
+    if reader.sealed is not None and request.tokens is not None:
+        reader.sealed.expect(np.concatenate([part.file for part in request.parts]))
     with _engine(os.getpid()).cursor() as engine:
         for part in request.parts:
             piece = source.piece(reader, part, request.position, answers=request.selection.reads_answers)

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replay.archive import Archive
+from replay.archive import Archive, SealedFile
 from replay.piece import flags
 from replay.stretches import Ints, Stretches
 
 _WHERE = pa.schema({"rollout_id": pa.string(), "sequence": pa.int64()})
 _ARRAYS = pa.schema({"sequence": pa.int64(), "token_ids": pa.binary(), "logprobs": pa.binary()})
 
-_BLOCKS = 2
-"""Files whose arrays are held: the one that is read, and the one before, in which its first rollout may begin."""
+_BLOCKS = 3
+"""Files whose arrays are held: that of the rollouts at hand, the one before, in which the first of these may begin, and
+the next one, which is read meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +76,9 @@ class Sealed:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self._files = archive.files["model_call"]
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[int, Future[Block]] = OrderedDict()
+        self._next: dict[int, int] = {}
+        self._reading = ThreadPoolExecutor(1)
 
     @property
     def reached(self) -> Mapping[str, int]:
@@ -122,6 +127,15 @@ class Sealed:
         found = pa.concat_tables(parts) if parts else columns.empty_table()
         return found.filter(pc.less_equal(found["sequence"], until))
 
+    def expect(self, files: Ints) -> None:
+        """Say in which files, one after the other, the rollouts lie whose arrays will be asked for: each is read while
+        the rows of the one before are made. Asking for others is no fault.
+        """
+        due = list(dict.fromkeys(files[files >= 0].tolist()))
+        self._next = dict(pairwise(due))
+        if due:
+            self._begun(due[0])
+
     def holds(self, sequences: Ints) -> npt.NDArray[np.bool_]:
         """Which of these calls are sealed."""
         held: npt.NDArray[np.bool_] = self._places(sequences) >= 0
@@ -167,22 +181,31 @@ class Sealed:
 
     def block(self, file: int) -> Block:
         """The arrays of a file, which is proven to be the one that was sealed."""
+        found = self._begun(file)
+        if (due := self._next.get(file)) is not None:
+            self._begun(due)
+        return found.result()
+
+    def _begun(self, file: int) -> Future[Block]:
+        """A file that is being read, or was; kept until others are asked for."""
         if file not in self._blocks:
-            sealed = self._files[file]
-            lines = self.archive.lines(sealed, _ARRAYS, self.archive.whole(sealed))
-            token_ids, token_edges = _end_to_end(lines["token_ids"])
-            logprobs, logprob_edges = _end_to_end(lines["logprobs"])
-            self._blocks[file] = Block(
-                sequence=lines["sequence"].to_numpy(),
-                token_ids=token_ids,
-                token_edges=token_edges,
-                logprobs=logprobs,
-                logprob_edges=logprob_edges,
-            )
+            self._blocks[file] = self._reading.submit(self._read, self._files[file])
             while len(self._blocks) > _BLOCKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(file)
         return self._blocks[file]
+
+    def _read(self, sealed: SealedFile) -> Block:
+        lines = self.archive.lines(sealed, _ARRAYS, self.archive.whole(sealed))
+        token_ids, token_edges = _end_to_end(lines["token_ids"])
+        logprobs, logprob_edges = _end_to_end(lines["logprobs"])
+        return Block(
+            sequence=lines["sequence"].to_numpy(),
+            token_ids=token_ids,
+            token_edges=token_edges,
+            logprobs=logprobs,
+            logprob_edges=logprob_edges,
+        )
 
     @cached_property
     def _where(self) -> _Where:

@@ -333,7 +333,11 @@ def rows(
         raise typer.BadParameter(f"folder {str(out.absolute().parent)!r} does not exist: create it", param_hint="--out")
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
     consume = writer(form, out)
-    with opened(url) as database, pool_of(processes, database) as pool, progress_bar("Building rows") as progress:
+    with (
+        opened(url) as database,
+        pool_of(processes, database, archive) as pool,
+        progress_bar("Building rows") as progress,
+    ):
         parts = stream(
             database,
             selection,

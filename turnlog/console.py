@@ -56,7 +56,10 @@ Archived = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, help="Read with so many processes side by side. Default: one a core for a log that is large."),
+    typer.Option(
+        min=1,
+        help="Read with so many processes. Default: one a core for a large log, half as many for a sealed one.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for another program instead.")]
 
@@ -80,20 +83,31 @@ def opened(url: str | None) -> Generator[Engine]:
 
 
 @contextmanager
-def pool_of(asked: int | None, database: Engine) -> Generator[Pool | None]:
-    """As many processes as asked for; if nothing was, one a core for a log that takes longer than to start them."""
+def pool_of(asked: int | None, database: Engine, archive: str | None) -> Generator[Pool | None]:
+    """As many processes as asked for; else one, or several for a log that takes longer than to start them."""
     from replay.pool import Pool
+
+    processes = asked or _worth(database, archive)
+    if processes == 1:
+        yield None
+        return
+    with Pool(processes) as pool:
+        yield pool
+
+
+def _worth(database: Engine, archive: str | None) -> int:
+    """One process a core; where most calls are sealed one for two, since a process has a thread that reads ahead."""
+    from replay.archive import archive_url, open_archive
     from store.database import read_one
     from store.settled import settled
 
-    if asked is None:
-        with read_one(database) as connection:
-            asked = _cores() if settled(connection).calls >= _LARGE else 1
-    if asked == 1:
-        yield None
-        return
-    with Pool(asked) as pool:
-        yield pool
+    with read_one(database) as connection:
+        calls = settled(connection).calls
+    if calls < _LARGE:
+        return 1
+    place = archive_url(archive)
+    sealed = sum(file.lines for file in open_archive(place).files["model_call"]) if place is not None else 0
+    return _cores() if 2 * sealed < calls else max(1, _cores() // 2)
 
 
 def _cores() -> int:

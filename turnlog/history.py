@@ -90,7 +90,11 @@ def replay_history(
     wanted = policy_of(policy)
     selection = Selection(rule=rule, excluded_roles=frozenset(exclude_role or ()))
     position = None if as_of is None else Position.parse(as_of)
-    with opened(url) as database, pool_of(processes, database) as pool, progress_bar("Reading the log") as progress:
+    with (
+        opened(url) as database,
+        pool_of(processes, database, archive) as pool,
+        progress_bar("Reading the log") as progress,
+    ):
         (task,) = progress.task_ids
         found = outlined(
             database,

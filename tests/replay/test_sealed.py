@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, text
 
-from replay.archive import Archive, open_archive
+from replay.archive import Archive, SealedFile, open_archive
 from replay.chain import Chains, check
 from replay.errors import ArchiveDamaged
 from replay.fill import fill
@@ -184,6 +185,38 @@ def test_stretches_are_laid_end_to_end_in_any_order() -> None:
         assert some.joined().tolist() == [value for part in parts for value in part.tolist()]
         gapped = [[0] * gap + part.tolist() for gap, part in zip(gaps.tolist(), parts, strict=True)]
         assert some.joined(gaps).tolist() == [value for part in gapped for value in part]
+
+
+def test_the_next_file_is_read_ahead_and_damage_there_is_told_when_it_is_asked_for(
+    sqlite_database: Engine, remember: Remember, make_chain_maker: Any, url: str
+) -> None:
+    for n in range(3):
+        remember(sqlite_database, make_chain_maker(n)(rollout_id=f"r{n}"))
+        archived(sqlite_database, url, f"part{n}")
+    archive = open_archive(url)
+    files = archive.files["model_call"]
+    assert len(files) == 3
+    begun: list[str] = []
+    read, whole = threading.Event(), archive.whole
+
+    def noted(file: SealedFile) -> bytes:
+        begun.append(file.path)
+        if file is files[1]:
+            read.set()
+        return whole(file)
+
+    archive.whole = noted  # type: ignore[method-assign]
+    Path(url, files[1].path).write_bytes(b"")
+    sealed = Sealed(archive)
+    sealed.expect(np.array([0, 0, -1, 1, 2]))
+    assert len(sealed.block(0).sequence) == files[0].lines
+    assert read.wait(10)
+    with pytest.raises(ArchiveDamaged, match="holds other bytes"):
+        sealed.block(1)
+    assert len(sealed.block(2).sequence) == files[2].lines
+    assert begun == [file.path for file in files]
+    with pytest.raises(ArchiveDamaged, match="part1-0000"):
+        build(sqlite_database, archive=url)
 
 
 def test_what_is_sealed_is_cut_where_files_end() -> None:
