@@ -14,7 +14,6 @@ from functools import cache
 from typing import TypeAlias
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 
 from replay import chain, fill, source, walk
@@ -82,7 +81,7 @@ def make_apart(request: Request) -> Iterator[Made]:
 def make(reader: Reader, request: Request) -> Iterator[Made]:
     """Of each part its rows in blocks, or its outline as one table; and after these its counts."""
     if reader.sealed is not None and request.tokens is not None:
-        reader.sealed.expect(np.concatenate([part.file for part in request.parts]))
+        reader.sealed.expect(file for part in request.parts for file in part.file.tolist())
     with _engine(os.getpid()).cursor() as engine:
         for part in request.parts:
             piece = source.piece(reader, part, request.position, answers=request.selection.reads_answers)

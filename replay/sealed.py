@@ -8,7 +8,7 @@ sealed is what is read; `proven` gives arrays of which that includes the chain h
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,11 +127,11 @@ class Sealed:
         found = pa.concat_tables(parts) if parts else columns.empty_table()
         return found.filter(pc.less_equal(found["sequence"], until))
 
-    def expect(self, files: Ints) -> None:
-        """Say in which files, one after the other, the rollouts lie whose arrays will be asked for: each is read while
-        the rows of the one before are made. Asking for others is no fault.
+    def expect(self, files: Iterable[int]) -> None:
+        """Say in which files, one after the other, the rollouts lie whose arrays will be asked for, -1 for none: each
+        is read while the rows of the one before are made. Asking for others is no fault.
         """
-        due = list(dict.fromkeys(files[files >= 0].tolist()))
+        due = [file for file in dict.fromkeys(files) if file >= 0]
         self._next = dict(pairwise(due))
         if due:
             self._begun(due[0])

@@ -17,6 +17,7 @@ from replay.chain import Chains, check
 from replay.errors import ArchiveDamaged
 from replay.fill import fill
 from replay.piece import Ints
+from replay.pool import Pool
 from replay.rowset import build, stream
 from replay.sealed import Proven, Sealed
 from replay.sealing import seal, verify
@@ -208,7 +209,7 @@ def test_the_next_file_is_read_ahead_and_damage_there_is_told_when_it_is_asked_f
     archive.whole = noted  # type: ignore[method-assign]
     Path(url, files[1].path).write_bytes(b"")
     sealed = Sealed(archive)
-    sealed.expect(np.array([0, 0, -1, 1, 2]))
+    sealed.expect([0, 0, -1, 1, 2])
     assert len(sealed.block(0).sequence) == files[0].lines
     assert read.wait(10)
     with pytest.raises(ArchiveDamaged, match="holds other bytes"):
@@ -217,6 +218,17 @@ def test_the_next_file_is_read_ahead_and_damage_there_is_told_when_it_is_asked_f
     assert begun == [file.path for file in files]
     with pytest.raises(ArchiveDamaged, match="part1-0000"):
         build(sqlite_database, archive=url)
+
+
+def test_processes_that_get_nothing_of_a_small_archive_give_nothing(
+    sqlite_database: Engine, remember: Remember, chain_maker: Any, url: str
+) -> None:
+    remember(sqlite_database, chain_maker(rollout_id="only"))
+    archived(sqlite_database, url)
+    with Pool(2) as pool:
+        apart = [row for part in stream(sqlite_database, archive=url, pool=pool) for row in part.rows]
+    assert [row.row_id for row in apart] == [row.row_id for row in build(sqlite_database, archive=url).rows]
+    assert len(apart) == 1
 
 
 def test_what_is_sealed_is_cut_where_files_end() -> None:
