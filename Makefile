@@ -26,7 +26,7 @@ chaos: $(READY)
 	$(RUN)/python -m tests.chaos.run $(if $(SEED),--seed $(SEED))
 
 bench: $(READY)
-	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(RUN)/python "$$script"; done
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "$$script"; $(RUN)/python "$$script"; done
 
 # vLLM's CPU wheel asks for torchvision, torchaudio and torchcodec and gets CUDA builds, which fail to import beside the
 # CPU build of torch. It does not need them for text models. The processors of the tests' tiny vision models import

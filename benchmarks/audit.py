@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import keep, kept, options
 from synthetic_log import Shape, fill_sqlite
 
 from store import migrate
@@ -65,10 +64,10 @@ def one(file: Path) -> None:
 
 def main() -> None:
     """Make both logs, audit each, and write the figures."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--one", type=Path)
-    parser.add_argument("--rollouts", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=HERE / "audit.json")
+    parser = options(__doc__)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rollouts", type=int, default=1000, help="of the synthetic log; 20 calls each")
+    parser.add_argument("--out", type=Path, default=HERE / "audit.json", help="where the figures go")
     asked = parser.parse_args()
     if asked.one is not None:
         one(asked.one)
@@ -85,11 +84,7 @@ def main() -> None:
             if name == "synthetic":
                 fill_sqlite(file, Shape(rollouts=asked.rollouts))
             figures[name] = measured(file)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    )
-    machine = {"commit": commit.stdout.strip(), "machine": platform.machine(), "cores": os.cpu_count()}
-    asked.out.write_text(json.dumps({**machine, **figures}, indent=1) + "\n")
+    keep(asked.out, kept(asked.out) | figures)
 
 
 if __name__ == "__main__":

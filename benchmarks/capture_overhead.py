@@ -8,17 +8,14 @@ are what to read; the machine is noisy.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+from figures import keep, kept, options
 
 from store import migrate
 from store.database import open_database
@@ -31,6 +28,7 @@ REPEATS = 30
 
 def main() -> None:
     """Measure, print and keep the figures beside this script."""
+    options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         url = f"sqlite:///{folder}/turnlog.db"
@@ -40,9 +38,8 @@ def main() -> None:
         model = build_model(folder / "model")
         with model_server(model, url=url, log=folder / "server.log") as address:
             figures = measure(address)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    found = {"commit": commit.strip(), "machine": platform.machine(), "cores": os.cpu_count(), "calls": figures}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    file = Path(__file__).with_suffix(".json")
+    keep(file, kept(file) | {"calls": figures})
     for row in figures:
         print(row)
 

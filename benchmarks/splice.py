@@ -9,17 +9,14 @@ The proofs of the usual shapes are paid once, at start-up.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import keep, kept, options
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
@@ -59,6 +56,7 @@ class Rendering:
 
 def main() -> None:
     """Measure, print and keep the figures beside this script."""
+    options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = AutoTokenizer.from_pretrained(build_model(Path(scratch) / "model"))
     proven = Rendering(tokenizer, tokenizer.chat_template)
@@ -80,15 +78,9 @@ def main() -> None:
                 "render_ms": cpu_ms(lambda m=messages: asyncio.run(proven(m, generation_prompt=True, tools=True))),
             }
         )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    found = {
-        "commit": commit.strip(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "start_up": {"renders": renders, "cpu_ms": start_up},
-        "calls": figures,
-    }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    file = Path(__file__).with_suffix(".json")
+    found = kept(file) | {"start_up": {"renders": renders, "cpu_ms": start_up}, "calls": figures}
+    keep(file, found)
     print(found["start_up"])
     for row in figures:
         print(row)

